@@ -1,0 +1,1 @@
+"""Asynchronous RL post-training of language models: Lightning trainer, TorchRL pool, embedded or vLLM generation."""

@@ -58,7 +58,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(
-            f"model.policy.path must hold a tokenizer with an end-of-sequence token, got none in {path!r}. Set tokenizer.eos_token."
+            f"model.policy.path must hold a tokenizer with an end-of-sequence token, got none in {path!r}. "
+            "Set tokenizer.eos_token."
         )
     return tokenizer
 
@@ -102,8 +103,8 @@ def check_vocabulary(tokenizer: Any, model_vocab_size: int, path: str) -> None:
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= model_vocab_size:
         raise ConfigurationError(
-            f"model.policy.path must hold a tokenizer that fits its model, got token id {largest} for {model_vocab_size} embeddings "
-            f"({path!r}). Use the tokenizer the model was trained with, or resize the model's embeddings."
+            f"model.policy.path must hold a tokenizer that fits its model, got token id {largest} for "
+            f"{model_vocab_size} embeddings ({path!r}). Use the tokenizer the model was trained with, or resize the model's embeddings."
         )
 
 

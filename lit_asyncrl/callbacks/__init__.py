@@ -1,0 +1,1 @@
+"""Lightning callbacks: the asynchronous rollout and the controls of the optimizer step."""

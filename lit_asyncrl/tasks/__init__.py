@@ -1,0 +1,1 @@
+"""Tasks: prompts with verifiable rewards, procedural or from files."""
