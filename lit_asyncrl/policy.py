@@ -104,7 +104,8 @@ def check_vocabulary(tokenizer: Any, model_vocab_size: int, path: str) -> None:
     if largest >= model_vocab_size:
         raise ConfigurationError(
             f"model.policy.path must hold a tokenizer that fits its model, got token id {largest} for "
-            f"{model_vocab_size} embeddings ({path!r}). Use the tokenizer the model was trained with, or resize the model's embeddings."
+            f"{model_vocab_size} embeddings ({path!r}). "
+            "Use the tokenizer the model was trained with, or resize the model's embeddings."
         )
 
 
