@@ -18,6 +18,7 @@ from lit_asyncrl.types import (
     Example,
     GenerationRequest,
     NamedTensors,
+    Prompt,
     TrajectoryGroup,
 )
 
@@ -220,9 +221,41 @@ class PrefixScorer(Protocol):
         ...
 
 
+class PromptStream(Protocol):
+    """Where the rollout worker takes its prompts from."""
+
+    def next_prompts(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts, fewer (down to none) only when the source has ended."""
+        ...
+
+
+class RewardScorer(Protocol):
+    """Scores decoded responses with bounded waits."""
+
+    def score(self, task: Task, completions: Sequence[str], example: Example) -> list[list[float]] | None:
+        """Per response, each reward function's unweighted value; None when the group failed and failures are skipped.
+
+        Raises:
+            RewardError: a reward raised, returned a value that is not finite, or took too long.
+        """
+        ...
+
+
 class TrajectorySink(Protocol):
     """Where finished groups go: the pool, seen by the rollout worker."""
 
+    def reserve(self, max_groups: int, timeout_s: float) -> int:
+        """Admit up to `max_groups` new groups; waits at most `timeout_s`; 0 when none may start."""
+        ...
+
+    def release(self, num_groups: int) -> None:
+        """Give back reservations of groups that will not be added."""
+        ...
+
     def add(self, group: TrajectoryGroup) -> None:
         """Take over a finished group."""
+        ...
+
+    def record(self, group_id: int, state: str, *, tokens: int = 0, reason: str | None = None) -> None:
+        """Tell the ledger what became of a group (`in_flight`, `scoring`, `dropped`, `failed`)."""
         ...

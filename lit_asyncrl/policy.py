@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,7 +78,9 @@ def load_model(
         ConfigurationError: it cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     folder = resolve_policy_path(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -135,3 +138,29 @@ def probe_ids(tokenizer: Any, vocab_size: int, length: int = 16) -> tuple[int, .
     """A fixed sequence of `length` ids spread over the vocabulary, for the proof of delivery."""
     usable: Sequence[int] = sorted({i for i in tokenizer.get_vocab().values() if i < vocab_size})
     return tuple(usable[(1 + 7 * i * i + 3 * i) % len(usable)] for i in range(length))
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Which model is trained, and how its forward pass runs.
+
+    Args:
+        path: Hugging Face model folder, or the name of a model that ships with lit-asyncrl.
+        attn_implementation: attention kernel of the trainer's model.
+        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        trust_remote_code: run Python code that comes with the model folder. Only for folders you trust.
+    """
+
+    path: str = "tiny-reverse"
+    attn_implementation: AttnImplementation = "sdpa"
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: the trainer's log-probs must be those of the distribution that the engine samples from."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

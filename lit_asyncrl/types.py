@@ -9,7 +9,7 @@ concatenated), R reward functions. This module needs torch alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,7 @@ class Prompt:
     Attributes:
         group_id: unique per (prompt, epoch, attempt) within a run, rising in dispatch order.
         example: the example behind it.
+        source_index: index in the prompt source's task (differs from `example.index` when tasks are mixed).
         token_ids: the prompt's ids, at least one.
         epoch: how often the training split had been passed through before this dispatch, from 0.
         attempt: how often this prompt was dispatched again within the epoch, from 0.
@@ -53,13 +54,14 @@ class Prompt:
 
     group_id: int
     example: Example
+    source_index: int
     token_ids: tuple[int, ...]
     epoch: int
     attempt: int
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingParams:
     """How responses are sampled.
 
@@ -199,6 +201,11 @@ class MicroBatch:
         """B."""
         return int(self.input_ids.shape[0])
 
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch on another device."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return MicroBatch(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in moved.items()})
+
 
 @dataclass
 class TrainBatch:
@@ -237,3 +244,23 @@ class DeliveryReport:
 
 NamedTensors = Mapping[str, torch.Tensor]
 """Weights by their Hugging Face parameter names, tied tensors once."""
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What the module knows of the update in progress; callbacks read it in `on_before_optimizer_step`.
+
+    Attributes:
+        log_weights: [B] raw sequence log-weights of every trajectory of the batch that trains a token, nats.
+        ess, ess_ratio: effective sample size in trajectories, and over B; of the raw weights, over the whole batch.
+        lr_scale: factor applied to this step's learning rate (1 unless a callback scales it).
+        grad_norm: norm of the gradient before clipping.
+        metrics: further numbers for the log, keys as in `docs/metrics.md`.
+    """
+
+    log_weights: Tensor
+    ess: float
+    ess_ratio: float
+    lr_scale: float = 1.0
+    grad_norm: float = float("nan")
+    metrics: dict[str, float] = field(default_factory=dict)

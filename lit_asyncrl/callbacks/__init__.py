@@ -1,1 +1,7 @@
-"""Lightning callbacks: the asynchronous rollout and the controls of the optimizer step."""
+"""Lightning callbacks: the asynchronous rollout, the controls of the optimizer step, and the report of a run."""
+
+from lit_asyncrl.callbacks.async_rollout import AsyncRollout
+from lit_asyncrl.callbacks.ess_lr import EssLrScale
+from lit_asyncrl.callbacks.report import RunReport
+
+__all__ = ["AsyncRollout", "EssLrScale", "RunReport"]

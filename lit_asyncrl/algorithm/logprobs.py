@@ -1,0 +1,109 @@
+"""Logits to token log-probs, entropy and score energy, without a second copy of the logits in memory.
+
+Only rows that are needed are read, a chunk at a time; the backward pass computes the softmax again from the logits and their
+log-sum-exp instead of keeping it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lit_asyncrl.types import MicroBatch
+
+CHUNK_ELEMENTS = 1 << 22
+"""Logits that are upcast at a time: 16 MiB in float32."""
+
+
+class TokenLogprobs(NamedTuple):
+    """What a forward pass says of each token, [B, T], aligned to tokens; 0 where neither trained nor sampled.
+
+    Attributes:
+        logprobs: nats, float32 (float64 for a float64 model), with gradient.
+        entropy: nats, of the distribution that the token was drawn from; detached.
+        energy: squared norm of the gradient of the log-prob with respect to the (tempered) logits,
+            1 - 2 p(token) + sum_v p(v)^2; detached; None unless asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    energy: Tensor | None
+
+
+def token_logprobs(model: nn.Module, micro_batch: MicroBatch, *, need_energy: bool = False) -> TokenLogprobs:
+    """Score the tokens of a micro-batch under `model`.
+
+    Logits are divided by `micro_batch.temperature` (0, greedy, counts as 1) and normalized in float32, also under autocast.
+    No attention mask is passed: padding is on the right and attention causal, so that no real token can see it, and without a
+    mask the attention kernels take their fast causal path. Works under `torch.no_grad()`.
+
+    Args:
+        model: Hugging Face causal language model (accepts `logits_to_keep`).
+        micro_batch: see `MicroBatch`; tokens with `loss_mask` or a version of at least 0 are scored, token 0 never.
+        need_energy: whether to compute `energy`.
+    """
+    batch_size, num_tokens = micro_batch.input_ids.shape
+    needed = (micro_batch.loss_mask | (micro_batch.token_versions >= 0)) & micro_batch.attention_mask
+    rows, tokens = needed[:, 1:].nonzero(as_tuple=True)  # token t + 1 is scored by the logits at t
+    first = int(tokens.min()) if tokens.numel() else num_tokens - 1
+    positions = torch.arange(num_tokens, device=micro_batch.input_ids.device).expand(batch_size, num_tokens)
+    logits = model(
+        input_ids=micro_batch.input_ids, position_ids=positions, use_cache=False, logits_to_keep=num_tokens - first
+    ).logits
+    flat_rows = rows * logits.shape[1] + tokens - first
+    targets = micro_batch.input_ids[rows, tokens + 1]
+    temperature = micro_batch.temperature or 1.0
+    logprobs, entropy, energy = _RowLogprobs.apply(logits, flat_rows, targets, temperature, need_energy)
+
+    def scatter(values: Tensor) -> Tensor:
+        return values.new_zeros(batch_size, num_tokens).index_put((rows, tokens + 1), values)
+
+    return TokenLogprobs(scatter(logprobs), scatter(entropy), scatter(energy) if need_energy else None)
+
+
+class _RowLogprobs(torch.autograd.Function):
+    """Log-prob of one target per chosen row of logits; saves the logits as they are and one number per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, temperature: float, need_energy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        flat = logits.flatten(0, 1)
+        dtype = torch.promote_types(torch.float32, logits.dtype)
+        logprobs, entropy, normalizer = (torch.empty(rows.shape, dtype=dtype, device=logits.device) for _ in range(3))
+        energy = torch.empty(rows.shape if need_energy else (0,), dtype=dtype, device=logits.device)
+        for chunk in _chunks(rows.numel(), logits.shape[-1]):
+            scores = flat[rows[chunk]].to(dtype).div_(temperature)
+            normalizer[chunk] = scores.logsumexp(-1)
+            logprobs[chunk] = scores.gather(-1, targets[chunk, None]).squeeze(-1) - normalizer[chunk]
+            probs = (scores - normalizer[chunk, None]).exp_()
+            # 0 * -inf of a token that cannot occur is 0.
+            entropy[chunk] = normalizer[chunk] - torch.where(probs > 0, probs * scores, 0.0).sum(-1)
+            if need_energy:
+                energy[chunk] = 1.0 - 2.0 * logprobs[chunk].exp() + probs.square_().sum(-1)
+        ctx.save_for_backward(logits, rows, targets, normalizer)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy, energy)
+        return logprobs, entropy, energy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, rows, targets, normalizer = ctx.saved_tensors
+        flat = logits.flatten(0, 1)
+        result = torch.zeros_like(flat)
+        for chunk in _chunks(rows.numel(), logits.shape[-1]):
+            scores = flat[rows[chunk]].to(normalizer.dtype).div_(ctx.temperature)
+            weight = grads[0][chunk, None] / ctx.temperature
+            # d log p(target) / d logits = (onehot(target) - softmax) / temperature
+            row_grads = scores.sub_(normalizer[chunk, None]).exp_().mul_(-weight)
+            row_grads.scatter_add_(-1, targets[chunk, None], weight)
+            result[rows[chunk]] = row_grads.to(result.dtype)
+        return result.view_as(logits), None, None, None, None
+
+
+def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
+    """Slices of rows that hold at most `CHUNK_ELEMENTS` logits (at least one row) each."""
+    size = max(1, CHUNK_ELEMENTS // vocab_size)
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]

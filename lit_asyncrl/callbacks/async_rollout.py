@@ -1,0 +1,301 @@
+"""AsyncRollout: generation in the background, weight delivery after each update, evaluation at one version.
+
+    PromptSource --Prompt--> GenerationEngine --Completion--> rewards --TrajectoryGroup--> TrajectoryPool
+         ^   admission (max_policy_age, room)   ^                                           | sampler (PACE)
+         |                                      |                                           v TrainBatch
+         |              weights, proved         |                                      PolicyModule
+         '------------ AsyncRollout <-----------'---- optimizer <- learning-rate scale <- clip <- gradient
+
+Who waits for whom: the trainer for a batch (pool), the dispatcher for admission (pool), the collector for completions (engine),
+the publisher for the proof of delivery (engine). Every wait is bounded by the run's `Supervisor`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_asyncrl.callbacks.signals import SignalHandlers
+from lit_asyncrl.datamodule import RolloutDataModule
+from lit_asyncrl.errors import ConfigurationError, StopRequested
+from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult, Evaluator
+from lit_asyncrl.generation.hf import HFEngine
+from lit_asyncrl.generation.publisher import WeightPublisher
+from lit_asyncrl.generation.rollout import RolloutWorker
+from lit_asyncrl.interfaces import GenerationEngine
+from lit_asyncrl.module import PolicyModule
+from lit_asyncrl.policy import end_of_sequence_ids, probe_ids, resolve_policy_path
+
+
+class AsyncRollout(Callback):
+    """Owns the engine, the weight publisher and the rollout worker of a run.
+
+    Args:
+        engine: samples the responses (default: the embedded transformers engine in its own process).
+        publish_lag: serve weights this many updates old on purpose (to study staleness); versions stay exact.
+        probe_tolerance: largest difference, in nats, between the engine's and the trainer's log-probs of the probe sequence
+            after a weight update; above it the run ends with `WeightSyncError`.
+        sync_timeout_s: seconds for one weight update, proof included.
+        evaluation_timeout_s: seconds for one evaluation of one held-out set.
+        evaluate_first: evaluate the held-out sets before the first update.
+        evaluate_last: evaluate them after the last update.
+        trainer_threads: CPU threads of the trainer; None: the machine's cores less the engine's.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine | None = None,
+        publish_lag: int = 0,
+        probe_tolerance: float = 1e-3,
+        sync_timeout_s: float = 120.0,
+        evaluation_timeout_s: float = 600.0,
+        evaluate_first: bool = True,
+        evaluate_last: bool = True,
+        trainer_threads: int | None = None,
+    ) -> None:
+        if publish_lag < 0:
+            raise ConfigurationError(f"AsyncRollout.publish_lag must be 0 or above, got {publish_lag}.")
+        self.engine = engine or HFEngine()
+        self.publish_lag = publish_lag
+        self.probe_tolerance = probe_tolerance
+        self.sync_timeout_s = sync_timeout_s
+        self.evaluation_timeout_s = evaluation_timeout_s
+        self.evaluate_first = evaluate_first
+        self.evaluate_last = evaluate_last
+        self.trainer_threads = trainer_threads
+        self.first_results: dict[str, EvaluationResult] = {}
+        self.last_results: dict[str, EvaluationResult] = {}
+        self.train_started_at = float("nan")
+        self.train_s = 0.0
+        self._running = False
+        self._previous_threads: int | None = None
+        self._signals: SignalHandlers | None = None
+        self._saved_version = -1
+        self._published_version = -1
+        self._resumed = False
+
+    # ---------------------------------------------------------------- life cycle
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find policy and pool, and check that the settings agree. Nothing is started."""
+        data = getattr(trainer, "datamodule", None)
+        if not isinstance(pl_module, PolicyModule) or not isinstance(data, RolloutDataModule):
+            raise ConfigurationError(
+                "AsyncRollout must run with PolicyModule and RolloutDataModule, got "
+                f"{type(pl_module).__name__} and {type(data).__name__}."
+            )
+        self.module, self.data = pl_module, data
+        self.supervisor = data.supervisor
+        check_settings(self, pl_module, data)
+        pl_module.evaluate = self.evaluate
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the engine with the trainer's weights (restored ones when resuming)."""
+        self._signals = SignalHandlers(self.supervisor, on_second=self.kill)
+        self._signals.install()
+        self._start()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the engine when `validate` runs without `fit`."""
+        self._start()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the engine for `test`."""
+        self._start()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the engine for `predict`."""
+        self._start()
+
+    def _start(self) -> None:
+        if self._running:
+            return
+        module, data = self.module, self.data
+        tokenizer = module.tokenizer
+        path = resolve_policy_path(module.policy.path)
+        probe = probe_ids(tokenizer, module.model.get_input_embeddings().num_embeddings)
+        self._running = True
+        self._set_threads()
+        self.engine.start(
+            path, eos_token_ids=end_of_sequence_ids(path, tokenizer), probe_ids=probe, max_model_len=module.context_length()
+        )
+        self._probe = probe
+        self.publisher = WeightPublisher(
+            self.engine,
+            publish_lag=self.publish_lag,
+            tolerance=self.probe_tolerance,
+            timeout_s=self.sync_timeout_s,
+            supervisor=self.supervisor,
+            on_delivered=self._delivered,
+        )
+        self.evaluator = Evaluator(
+            self.engine,
+            data.scorer,
+            data.tasks,
+            data.decode,
+            supervisor=self.supervisor,
+            timeout_s=self.evaluation_timeout_s,
+        )
+        self.worker = RolloutWorker(
+            self.engine,
+            data.prompts,
+            data.scorer,
+            data.pool,
+            data.tasks,
+            data.decode,
+            data.rollout_config,
+            served_version=lambda: self.publisher.served_version,
+            supervisor=self.supervisor,
+        )
+        data.worker = self.worker
+        self._publish()
+        self.publisher.wait_delivered(self.sync_timeout_s)
+
+    def _set_threads(self) -> None:
+        threads = self.trainer_threads
+        if threads is None and self.engine.num_threads:
+            threads = max(1, len(os.sched_getaffinity(0)) - self.engine.num_threads)
+        if threads is not None:
+            self._previous_threads = torch.get_num_threads()
+            torch.set_num_threads(threads)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate, then open admission: everything is restored by now."""
+        if self.evaluate_first and not self._resumed:
+            try:
+                self.first_results = self._evaluate_all("val")
+            except StopRequested:
+                trainer.should_stop = True
+        self.train_started_at = time.monotonic()
+        self._saved_version = self.module.policy_version
+        self.data.pool.set_policy_version(self.module.policy_version)
+        self.data.pool.open_admission()
+        self.worker.start()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Send the new weights, or free the batch's room when the update was skipped."""
+        module, pool = self.module, self.data.pool
+        try:
+            with module.times.measure("publish"):
+                if module.policy_version > self._published_version:
+                    pool.set_policy_version(module.policy_version)
+                    self.supervisor.raise_if_stopping()
+                    self._publish()
+                else:
+                    pool.settle_skipped()
+                    self.supervisor.raise_if_stopping()
+        except StopRequested:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop producing; after a signal save what was learnt, otherwise evaluate the result."""
+        self.train_s = time.monotonic() - self.train_started_at
+        self.data.pool.close_admission()
+        if self.supervisor.stop_reason is not None:
+            if self.module.policy_version > self._saved_version:
+                trainer.save_checkpoint(os.path.join(checkpoint_dir(trainer), "last.ckpt"))  # noqa: PTH118 - may be a URL
+            return
+        if self.evaluate_last:
+            self.last_results = self._evaluate_all("val")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Remember what is saved, so that a signal does not save it again."""
+        self._saved_version = self.module.policy_version
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Release everything: Lightning calls no teardown after an exception."""
+        self.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Release everything."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop worker, publisher and engine; idempotent."""
+        if self._signals is not None:
+            self._signals.restore()
+            self._signals = None
+        if not self._running:
+            return
+        self._running = False
+        self.supervisor.request_stop("closed")
+        if hasattr(self, "worker"):
+            self.worker.stop()
+        if hasattr(self, "publisher"):
+            self.publisher.close()
+        self.engine.stop()
+        if self._previous_threads is not None:
+            torch.set_num_threads(self._previous_threads)
+            self._previous_threads = None
+
+    def kill(self) -> None:
+        """End the engine at once (second Ctrl-C)."""
+        self.engine.stop()
+
+    # ---------------------------------------------------------------- weights
+
+    def _publish(self) -> None:
+        module = self.module
+        self._published_version = module.policy_version
+        self.publisher.publish(module.policy_version, module.weights(), module.probe_logprobs(self._probe))
+
+    def _delivered(self, published: int, served: int) -> None:
+        self.data.pool.delivered(published)
+
+    # ---------------------------------------------------------------- evaluation
+
+    def evaluate(self, batch: EvaluationBatch) -> EvaluationResult:
+        """Evaluate one held-out set with the newest weights; a lagged engine serves them meanwhile and goes back."""
+        with self.publisher.serve_current():
+            return self.evaluator.run(batch)
+
+    def _evaluate_all(self, area: str) -> dict[str, EvaluationResult]:
+        results = {batch.name: self.evaluate(batch) for batch in self.data.evaluation_batches(final=True)}
+        metrics = {f"{area}/{name}/{key}": value for name, result in results.items() for key, value in result.metrics.items()}
+        for logger in self.module.trainer.loggers:
+            logger.log_metrics(metrics, step=self.module.policy_version)
+        return results
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accuracy before training, so that a resumed run reports its own start."""
+        return {"first": {name: {"version": r.version, "metrics": r.metrics} for name, r in self.first_results.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore it."""
+        self._resumed = True
+        self.first_results = {name: EvaluationResult(r["version"], r["metrics"]) for name, r in state_dict["first"].items()}
+
+
+def checkpoint_dir(trainer: Trainer) -> str:
+    """Where checkpoints of this run go: the ModelCheckpoint's folder, else `<log_dir>/checkpoints`."""
+    callback: Any = trainer.checkpoint_callback
+    if callback is not None and getattr(callback, "dirpath", None):
+        return str(callback.dirpath)
+    return os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")  # noqa: PTH118 - may be a URL
+
+
+def check_settings(rollout: AsyncRollout, module: PolicyModule, data: RolloutDataModule) -> None:
+    """Refuse settings that contradict each other, all in one message.
+
+    Raises:
+        ConfigurationError: naming keys, values and remedies.
+    """
+    problems = []
+    if data.max_policy_age is not None and data.max_policy_age < rollout.publish_lag:
+        problems.append(
+            f"data.max_policy_age must be at least publish_lag, got {data.max_policy_age} and {rollout.publish_lag} "
+            "(no group could ever be young enough). Raise max_policy_age or set it to null."
+        )
+    score_norm = module.estimator.advantage.score_norm
+    if score_norm is not None and data.group_size < 2:
+        problems.append(
+            f"data.group_size must be at least 2 with {type(module.estimator.advantage).__name__}, got {data.group_size} "
+            "(a baseline of one response is its own reward: every advantage would be 0). Raise group_size or use Reinforce-style "
+            "advantages without a group baseline."
+        )
+    if problems:
+        raise ConfigurationError(" ".join(problems))

@@ -1,0 +1,266 @@
+"""RunReport: what a run shows and leaves behind: scalars, histograms and samples in the logger, closing table, summary.json.
+
+It reads; it changes nothing. Scalars go to the loggers as one dictionary an update (forty `self.log` calls would cost more than a
+small model's backward pass); only what the progress bar and ModelCheckpoint need goes through `self.log`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+
+from lit_asyncrl.callbacks.async_rollout import AsyncRollout
+from lit_asyncrl.evaluation import EvaluationResult
+from lit_asyncrl.module import PolicyModule
+from lit_asyncrl.pool.pool import BATCH_WAITER
+from lit_asyncrl.types import TrainBatch
+
+_MEANS = {"policy_age_mean": "pool/policy_age_mean", "ess_ratio_mean": "weights/ess_ratio"}
+
+
+class RunReport(Callback):
+    """Logs every update and sums the run up.
+
+    Args:
+        histograms_every: updates between histograms of ages, staleness and importance weights.
+        samples_every: updates between sample completions as text.
+        summary_name: file written into the log directory when training ends.
+    """
+
+    def __init__(self, histograms_every: int = 20, samples_every: int = 20, summary_name: str = "summary.json") -> None:
+        self.histograms_every = histograms_every
+        self.samples_every = samples_every
+        self.summary_name = summary_name
+        self.summary: dict[str, Any] = {}
+        self._warned = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._updates = 0
+        self._age_sum = self._age_max = self._tokens = 0.0
+        self._mixed_sum = self._trajectories = self._ess_sum = 0.0
+        self._last_at = time.monotonic()
+        self._generated_before = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start counting."""
+        self._reset()
+        self._rollout = find_rollout(trainer)
+        self._generated_before = self._rollout.engine.generated_tokens
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: TrainBatch, batch_idx: int
+    ) -> None:
+        """Log this update."""
+        assert isinstance(pl_module, PolicyModule) and pl_module.step is not None
+        started = time.perf_counter()
+        metrics = self._metrics(trainer, pl_module, batch)
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)
+        if step % self.histograms_every == 0:
+            self._log_histograms(trainer, pl_module, batch, step)
+        if step % self.samples_every == 0:
+            self._log_samples(trainer, batch, step)
+        for key, name in (
+            ("reward/mean", "reward"),
+            ("reward/accuracy", "accuracy"),
+            ("weights/ess_ratio", "ess"),
+            ("pool/policy_age_mean", "age"),
+            ("throughput/generated_tokens_per_s", "tok/s"),
+        ):
+            pl_module.log(name, metrics[key], prog_bar=True, logger=False, batch_size=1)
+        pl_module.times.add("log", time.perf_counter() - started)
+
+    def _metrics(self, trainer: Trainer, module: PolicyModule, batch: TrainBatch) -> dict[str, float]:
+        step = module.step
+        assert step is not None
+        now = time.monotonic()
+        interval, self._last_at = now - self._last_at, now
+        generated = self._rollout.engine.generated_tokens
+        new_tokens, self._generated_before = generated - self._generated_before, generated
+        seconds = module.times.drain()
+        self._count(batch, step.ess_ratio)
+        pool = self._rollout.data.pool
+        return {
+            **batch.stats,
+            **step.metrics,
+            "weights/ess": step.ess,
+            "weights/ess_ratio": step.ess_ratio,
+            "control/lr_scale": step.lr_scale,
+            "control/lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "control/grad_norm": step.grad_norm,
+            "control/skipped_updates": float(module.num_skipped),
+            "control/policy_version": float(module.policy_version),
+            **pool.stats(),
+            **{f"time/{part}_s": value for part, value in seconds.items()},
+            "time/step_s": interval,
+            "throughput/generated_tokens_per_s": new_tokens / interval,
+            "throughput/trained_tokens_per_s": batch.num_trained_tokens / interval,
+        }
+
+    def _count(self, batch: TrainBatch, ess_ratio: float) -> None:
+        self._updates += 1
+        self._ess_sum += ess_ratio
+        self._tokens += batch.num_trained_tokens
+        self._age_sum += batch.stats["pool/policy_age_mean"] * batch.num_trained_tokens
+        self._age_max = max(self._age_max, batch.stats["pool/policy_age_max"])
+        self._trajectories += batch.num_trajectories
+        self._mixed_sum += batch.stats["pool/mixed_version_share"] * batch.num_trajectories
+
+    def _log_histograms(self, trainer: Trainer, module: PolicyModule, batch: TrainBatch, step: int) -> None:
+        assert module.step is not None
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                for name, values in batch.histograms.items():
+                    logger.experiment.add_histogram(name, values, step)
+                if module.step.log_weights.numel():
+                    logger.experiment.add_histogram("weights/sequence_log_weight", module.step.log_weights.cpu(), step)
+
+    def _log_samples(self, trainer: Trainer, batch: TrainBatch, step: int) -> None:
+        text = "\n\n".join(
+            f"`{sample['prompt']}` -> `{sample['completion']}` (reward {sample['reward']:.3g}, versions "
+            f"{sample['first_version']}-{sample['last_version']})"
+            for sample in batch.samples
+        )
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("samples/train", text, step)
+            elif hasattr(logger, "log_text"):
+                try:
+                    logger.log_text(key="samples/train", columns=["text"], data=[[text]])
+                except TypeError:
+                    self._warn(logger)
+            else:
+                self._warn(logger)
+
+    def _warn(self, logger: Any) -> None:
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(f"{type(logger).__name__} takes no text or histograms from RunReport: only scalars are logged there.")
+
+    # ---------------------------------------------------------------- the end
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the summary and print the closing table."""
+        assert isinstance(pl_module, PolicyModule)
+        self.summary = self._summarize(trainer, pl_module)
+        folder = trainer.log_dir
+        if folder is not None and trainer.is_global_zero:
+            path = Path(folder)
+            path.mkdir(parents=True, exist_ok=True)
+            (path / self.summary_name).write_text(json.dumps(self.summary, indent=2) + "\n", encoding="utf-8")
+        self._print(folder)
+
+    def _summarize(self, trainer: Trainer, module: PolicyModule) -> dict[str, Any]:
+        rollout = self._rollout
+        data, pool = rollout.data, rollout.data.pool
+        wall = max(rollout.train_s, 1e-9)
+        generated = rollout.engine.generated_tokens
+        updates = max(self._updates, 1)
+        wait_trainer = data.supervisor.waited_s(BATCH_WAITER) / wall
+        wait_engine = rollout.worker.idle_s / wall
+        return {
+            "accuracy_before": _accuracy(rollout.first_results),
+            "accuracy_after": _accuracy(rollout.last_results),
+            "evaluation_before": _metrics_of(rollout.first_results),
+            "evaluation_after": _metrics_of(rollout.last_results),
+            "policy_version": module.policy_version,
+            "skipped_updates": module.num_skipped,
+            "wall_s": round(wall, 3),
+            "generated_tokens": generated,
+            "trained_tokens": int(self._tokens),
+            "generated_tokens_per_s": generated / wall,
+            "trained_tokens_per_s": self._tokens / wall,
+            "policy_age_mean": self._age_sum / max(self._tokens, 1.0),
+            "policy_age_max": self._age_max,
+            "ess_ratio_mean": self._ess_sum / updates,
+            "mixed_version_share": self._mixed_sum / max(self._trajectories, 1.0),
+            "groups_rejected": pool.sampler.groups_rejected,
+            "tokens_rescored": pool.sampler.tokens_rescored,
+            "share_trainer_waits_for_data": wait_trainer,
+            "share_engine_waits_for_admission": wait_engine,
+            "bound": bound_of(wait_trainer, wait_engine),
+            "peak_memory_mib": _peak_memory_mib(),
+            "ledger": pool.ledger.totals(),
+            "stopped_by": data.supervisor.stop_reason,
+            "seed": data.run_seed,
+            "config_path": _config_path(trainer),
+        }
+
+    def _print(self, folder: str | None) -> None:
+        summary = self.summary
+        table = Table(title="lit-asyncrl: the run", show_header=False)
+        for key in (
+            "accuracy_before",
+            "accuracy_after",
+            "policy_version",
+            "wall_s",
+            "generated_tokens_per_s",
+            "trained_tokens_per_s",
+            "policy_age_mean",
+            "policy_age_max",
+            "ess_ratio_mean",
+            "mixed_version_share",
+            "groups_rejected",
+            "tokens_rescored",
+            "share_trainer_waits_for_data",
+            "share_engine_waits_for_admission",
+        ):
+            value = summary[key]
+            table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
+        table.add_row("hint", summary["bound"])
+        console = Console()
+        console.print(table)
+        console.print(self._rollout.data.pool.ledger.table())
+        if folder is not None:
+            console.print(f"summary: {Path(folder) / self.summary_name}", soft_wrap=True)
+
+
+def find_rollout(trainer: Trainer) -> AsyncRollout:
+    """The run's AsyncRollout callback."""
+    return next(c for c in trainer.callbacks if isinstance(c, AsyncRollout))  # type: ignore[attr-defined]
+
+
+def bound_of(share_trainer_waits: float, share_engine_waits: float) -> str:
+    """In words, which side the run waits for, and what to do about it."""
+    if share_trainer_waits > max(0.1, share_engine_waits):
+        return f"generation-bound: the trainer waited {share_trainer_waits:.0%} of the time; give generation more cores or slots"
+    if share_engine_waits > 0.1:
+        return f"train-bound: the engine waited {share_engine_waits:.0%} of the time; give the trainer more cores"
+    return "balanced"
+
+
+def _accuracy(results: dict[str, EvaluationResult]) -> float | None:
+    return next((r.metrics["accuracy"] for r in results.values()), None)
+
+
+def _metrics_of(results: dict[str, EvaluationResult]) -> dict[str, dict[str, float]]:
+    return {name: {"policy_version": r.version, **r.metrics} for name, r in results.items()}
+
+
+def _peak_memory_mib() -> float:
+    """Resident memory of trainer and engine now, MiB."""
+    process = psutil.Process()
+    total = process.memory_info().rss
+    for child in process.children(recursive=True):
+        try:
+            total += child.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total / 2**20
+
+
+def _config_path(trainer: Trainer) -> str | None:
+    path = Path(trainer.log_dir) / "config.yaml" if trainer.log_dir is not None else None
+    return str(path) if path is not None and path.is_file() else None

@@ -1,0 +1,193 @@
+"""`lit-asyncrl`: the command line (LightningCLI), exit codes, and configs found by name.
+
+lit-asyncrl fit --config vcpo                                  # a packaged config, or any path
+lit-asyncrl fit --config vcpo --config my.yaml --trainer.max_steps=50
+lit-asyncrl validate|test|predict --config vcpo --ckpt_path last.ckpt
+lit-asyncrl export --ckpt_path last.ckpt --output_dir my-model
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+# Imported so that their classes are found by short name on the command line and in YAML.
+import lit_asyncrl.algorithm.advantages
+import lit_asyncrl.algorithm.losses
+import lit_asyncrl.generation.hf
+import lit_asyncrl.pool.pace
+import lit_asyncrl.tasks.arithmetic
+import lit_asyncrl.tasks.countdown
+import lit_asyncrl.tasks.jsonl
+import lit_asyncrl.tasks.mixture  # noqa: F401
+from lit_asyncrl.callbacks import AsyncRollout, EssLrScale, RunReport  # noqa: F401
+from lit_asyncrl.callbacks.predictions import PredictionWriter
+from lit_asyncrl.callbacks.signals import EXIT_CODES
+from lit_asyncrl.datamodule import RolloutDataModule
+from lit_asyncrl.errors import AsyncRLError, ConfigurationError
+from lit_asyncrl.module import PolicyModule, export_policy
+from lit_asyncrl.strict_yaml import check_yaml_file
+
+
+class Trainer(pl.Trainer):
+    """Lightning's Trainer with one more command."""
+
+    def export(self, model: PolicyModule, ckpt_path: str, output_dir: str) -> str:
+        """Write a checkpoint's policy as a Hugging Face folder.
+
+        Args:
+            model: gives nothing but the command line its schema; the checkpoint names the model folder.
+            ckpt_path: checkpoint to read.
+            output_dir: folder to write.
+        """
+        folder = export_policy(ckpt_path, output_dir)
+        print(f"exported to {folder}")  # noqa: T201 - the command's output
+        return folder
+
+
+class AsyncRLCLI(LightningCLI):
+    """LightningCLI with the project's defaults and checks."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Set defaults that this project needs; a config or a flag overrides them."""
+        parser.set_defaults(
+            {
+                "trainer.accelerator": "auto",
+                "trainer.devices": 1,
+                "trainer.max_steps": 300,
+                "trainer.max_epochs": -1,
+                "trainer.log_every_n_steps": 1,
+                "trainer.num_sanity_val_steps": 0,
+                "trainer.check_val_every_n_epoch": None,
+                "trainer.enable_model_summary": False,
+            }
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """fit, validate, test, predict, and export."""
+        loaders = {"model", "dataloaders", "datamodule"}
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": loaders,
+            "test": loaders,
+            "predict": loaders,
+            "export": {"model"},
+        }
+
+    def before_instantiate_classes(self) -> None:
+        """Check what can be checked before anything exists."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        trainer: Any = config.trainer
+        for key, remedy in (
+            ("gradient_clip_val", "model.max_grad_norm"),
+            ("accumulate_grad_batches", "data.max_tokens_per_micro_batch"),
+        ):
+            value = getattr(trainer, key, None)
+            if value not in (None, 1):
+                raise ConfigurationError(f"trainer.{key} must be left out, got {value} (manual optimization). Set {remedy}.")
+        if self.subcommand == "fit":
+            check_writable(str(trainer.default_root_dir or "."), "trainer.default_root_dir")
+            for logger in trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]:
+                save_dir = getattr(getattr(logger, "init_args", None), "save_dir", None)
+                if save_dir is not None:
+                    check_writable(str(save_dir), "trainer.logger.save_dir")
+
+
+def check_writable(folder: str, key: str) -> None:
+    """Refuse a folder that cannot be written, before anything starts.
+
+    Raises:
+        ConfigurationError: naming key, folder and cause.
+    """
+    path = Path(folder)
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{key} must be a folder that can be written, got {folder!r} ({path} is not writable).")
+
+
+def resolve_configs(args: list[str]) -> list[str]:
+    """Replace `--config NAME` by the packaged config of that name where no such file exists, and check every file strictly.
+
+    Raises:
+        ConfigurationError: no such config, or a file with a duplicate or empty unknown key.
+    """
+    resolved = list(args)
+    for i, arg in enumerate(resolved):
+        if arg in ("--config", "-c") and i + 1 < len(resolved):
+            resolved[i + 1] = find_config(resolved[i + 1])
+            check_yaml_file(resolved[i + 1])
+        elif arg.startswith("--config="):
+            path = find_config(arg.removeprefix("--config="))
+            check_yaml_file(path)
+            resolved[i] = f"--config={path}"
+    return resolved
+
+
+def packaged_configs() -> Path:
+    """The folder of configs that ship: inside an installed package, beside it in a checkout."""
+    installed = Path(__file__).parent / "configs"
+    return installed if installed.is_dir() else Path(__file__).parents[1] / "configs"
+
+
+def find_config(name: str) -> str:
+    """A path as it is if the file exists, else the packaged config of that name (`vcpo`, `experiment/pace`, `configs/vcpo.yaml`).
+
+    Raises:
+        ConfigurationError: neither exists.
+    """
+    if Path(name).is_file():
+        return name
+    root = packaged_configs()
+    stem = name.removeprefix("configs/").removesuffix(".yaml")
+    packaged = root / f"{stem}.yaml"
+    if packaged.is_file():
+        return str(packaged)
+    known = sorted(str(p.relative_to(root).with_suffix("")) for p in root.rglob("*.yaml"))
+    raise ConfigurationError(f"--config must be a file or one of {known}, got {name!r}.")
+
+
+def run(args: ArgsType = None) -> AsyncRLCLI:
+    """Parse and run; for use from Python. `args` as on the command line."""
+    arguments = resolve_configs(list(args) if args is not None else sys.argv[1:])  # type: ignore[arg-type]
+    if args is None:
+        sys.argv[1:] = arguments
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
+    return AsyncRLCLI(
+        PolicyModule,
+        RolloutDataModule,
+        trainer_class=Trainer,
+        save_config_callback=SaveConfigCallback,
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+        args=None if args is None else arguments,
+    )
+
+
+def main(args: ArgsType = None) -> None:
+    """Entry point of `lit-asyncrl`. Exits with 0, 1 (error), 2 (wrong arguments), 130 (SIGINT) or 143 (SIGTERM)."""
+    try:
+        cli = run(args)
+    except ConfigurationError as error:
+        print(f"lit-asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the command's error output
+        raise SystemExit(2) from None
+    reason = getattr(cli.datamodule, "supervisor", None) and cli.datamodule.supervisor.stop_reason
+    if reason in EXIT_CODES:
+        raise SystemExit(EXIT_CODES[reason])
+
+
+__all__ = ["AsyncRLCLI", "AsyncRLError", "PredictionWriter", "main", "run"]
+
+if __name__ == "__main__":
+    main()

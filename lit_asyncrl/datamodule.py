@@ -1,0 +1,350 @@
+"""RolloutDataModule: owns tasks, prompt source, rewards and trajectory pool; its training dataloader yields `TrainBatch`.
+
+A training batch is taken from the pool only when the loop asks for it (no prefetch: the loader has a length, so Lightning does
+not fetch ahead), with PACE's re-scoring done by the policy that is about to be trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from lit_asyncrl.errors import ConfigurationError, StopRequested
+from lit_asyncrl.evaluation import EvaluationBatch, EvaluationSet
+from lit_asyncrl.generation.rollout import RolloutConfig, RolloutWorker, Truncated, ZeroVariance, sample_record
+from lit_asyncrl.interfaces import Task
+from lit_asyncrl.pool.collate import collate, in_training_order, pad_groups
+from lit_asyncrl.pool.pace import PaceSampler
+from lit_asyncrl.pool.pool import TrajectoryPool
+from lit_asyncrl.pool.records import TakenGroup
+from lit_asyncrl.pool.sampler import StalenessSampler
+from lit_asyncrl.supervisor import Supervisor
+from lit_asyncrl.tasks.digits import ReverseDigits
+from lit_asyncrl.tasks.mixture import leaf_tasks
+from lit_asyncrl.tasks.prompt_source import PromptSource, check_prompt_length, derive_seed, tokenize_prompt
+from lit_asyncrl.tasks.runner import RewardRunner
+from lit_asyncrl.types import Prompt, SamplingParams, TrainBatch, TrajectoryGroup
+
+if TYPE_CHECKING:
+    from lit_asyncrl.module import PolicyModule
+
+MAX_CHECKED_PROMPTS = 20_000
+"""Training prompts tokenized and checked before a run starts; beyond, a prompt is checked when it is dispatched."""
+
+PROCEDURAL_CHECKED_PROMPTS = 256
+
+
+class RolloutDataModule(LightningDataModule):
+    """Prompts, rewards, pool and evaluation sets of a run.
+
+    Args:
+        task: prompts with rewards (default: `ReverseDigits`); `TaskMixture` mixes several.
+        batch_groups: groups (prompts) per optimizer update.
+        group_size: responses per prompt.
+        sampling: temperature and response budget of training; top-p, top-k and min-p are refused here.
+        sampler: which waiting groups are trained, and which rejected (default: `PaceSampler`).
+        max_policy_age: hard bound on a group's policy age in optimizer updates when it is taken; 0: synchronous;
+            None: no bound (the pool's capacity and the sampler limit staleness).
+        age_measure: age of a group: mean over its trained tokens, or of its oldest one.
+        capacity_groups: bound on groups in flight, waiting and in training when `max_policy_age` is None.
+        max_tokens_per_micro_batch: padded tokens (trajectories x length) per forward and backward; None: whole batch at once.
+        truncated: responses that ran out of budget are trained, only kept in the baseline (`mask`), or leave the group (`drop`).
+        zero_variance: groups whose rewards are all equal are trained or dropped.
+        updates_per_epoch: optimizer updates per Lightning epoch.
+        evaluation: held-out sets by name (default: one, greedy); the first one's accuracy goes to the progress bar.
+        reward_timeout_s: seconds for scoring one group.
+        on_reward_error: a reward that raises, hangs or is not finite ends the run, or fails its group, which is counted.
+        data_timeout_s: seconds that the trainer waits for a batch before the run ends with an error.
+        max_prompt_epochs: passes through the training split; None: without end.
+        save_rollouts: folder for sampled trajectories as JSONL (one group per update); None: not saved.
+        seed: of prompts and sampling; None: `seed_everything`'s.
+    """
+
+    def __init__(
+        self,
+        task: Task | None = None,
+        batch_groups: int = 16,
+        group_size: int = 8,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        sampler: StalenessSampler | None = None,
+        max_policy_age: int | None = 4,
+        age_measure: Literal["mean", "oldest"] = "mean",
+        capacity_groups: int | None = None,
+        max_tokens_per_micro_batch: int | None = 16384,
+        truncated: Truncated = "train",
+        zero_variance: ZeroVariance = "keep",
+        updates_per_epoch: int = 100,
+        evaluation: dict[str, EvaluationSet] | None = None,
+        reward_timeout_s: float = 10.0,
+        on_reward_error: Literal["raise", "skip"] = "raise",
+        data_timeout_s: float = 600.0,
+        max_prompt_epochs: int | None = None,
+        save_rollouts: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.task = task or ReverseDigits()
+        self.batch_groups = batch_groups
+        self.group_size = group_size
+        self.sampling = sampling
+        self.sampler = sampler or PaceSampler()
+        self.max_policy_age = max_policy_age
+        self.age_measure = age_measure
+        self.capacity_groups = capacity_groups
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.updates_per_epoch = updates_per_epoch
+        self.evaluation = evaluation or {"heldout": EvaluationSet()}
+        self.data_timeout_s = data_timeout_s
+        self.max_prompt_epochs = max_prompt_epochs
+        self.save_rollouts = save_rollouts
+        self.seed = seed
+        self.rollout_config = RolloutConfig(group_size, sampling, truncated, zero_variance)
+        self.scorer = RewardRunner(timeout_s=reward_timeout_s, on_error=on_reward_error)
+        self.supervisor = Supervisor()
+        self.worker: RolloutWorker | None = None
+        self._restored: dict[str, Any] | None = None
+        self._snapshot: tuple[int, dict[str, Any]] | None = None
+        self._check()
+
+    def _check(self) -> None:
+        problems = [
+            f"data.{key} must be at least {least}, got {value}."
+            for key, value, least in (
+                ("batch_groups", self.batch_groups, 1),
+                ("group_size", self.group_size, 1),
+                ("sampling.max_new_tokens", self.sampling.max_new_tokens, 1),
+                ("updates_per_epoch", self.updates_per_epoch, 1),
+                ("max_policy_age", 0 if self.max_policy_age is None else self.max_policy_age, 0),
+                ("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch or 1, 1),
+            )
+            if value < least
+        ]
+        if not self.sampling.temperature > 0:
+            problems.append(f"data.sampling.temperature must be above 0 in training, got {self.sampling.temperature}.")
+        if self.sampling.is_restricted:
+            problems.append(
+                "data.sampling must not set top_p, top_k or min_p in training, got "
+                f"top_p={self.sampling.top_p}, top_k={self.sampling.top_k}, min_p={self.sampling.min_p} (the log-probs would be "
+                "those of another distribution than the trainer's: every importance ratio would be biased). "
+                "Set them in data.evaluation."
+            )
+        if problems:
+            raise ConfigurationError(" ".join(problems))
+        for name, heldout in self.evaluation.items():
+            heldout.check(name)
+
+    # ---------------------------------------------------------------- set-up
+
+    @property
+    def _module(self) -> PolicyModule:
+        assert self.trainer is not None
+        module: Any = self.trainer.lightning_module
+        return module
+
+    def setup(self, stage: str) -> None:
+        """Read the task, check prompts and settings against the policy, and make the pool. Nothing is started here."""
+        self.supervisor = Supervisor()
+        self.worker = None
+        self._snapshot = None
+        tokenizer = self._module.tokenizer
+        self.tasks: Mapping[str, Task] = self._collect_tasks()
+        self._module.configure_model()
+        context = self._module.context_length()
+        self._check_prompts(tokenizer, context)
+        if self.save_rollouts is not None:
+            Path(self.save_rollouts).mkdir(parents=True, exist_ok=True)
+        seed = self.seed if self.seed is not None else _global_seed()
+        self.run_seed = seed
+        self.prompts = PromptSource(
+            self.task,
+            tokenizer,
+            seed=seed,
+            max_new_tokens=self.sampling.max_new_tokens,
+            context=context,
+            max_epochs=self.max_prompt_epochs,
+        )
+        self.pool = TrajectoryPool(
+            batch_groups=self.batch_groups,
+            sampler=self.sampler,
+            max_policy_age=self.max_policy_age,
+            age_measure=self.age_measure,
+            capacity_groups=self.capacity_groups,
+            publish_lag=_publish_lag(self.trainer),
+            supervisor=self.supervisor,
+        )
+
+    def _collect_tasks(self) -> dict[str, Task]:
+        tasks: dict[str, Task] = {}
+        for root in (self.task, *(s.task for s in self.evaluation.values() if s.task is not None)):
+            root.setup()
+            for leaf in leaf_tasks(root):
+                if tasks.setdefault(leaf.name, leaf) is not leaf and leaf_tasks(root):
+                    raise ConfigurationError(f"data.task names must differ, got {leaf.name!r} twice. Set `name` on one of them.")
+        return tasks
+
+    def _check_prompts(self, tokenizer: Any, context: int | None) -> None:
+        stored = any(getattr(task, "is_stored", False) for task in self.tasks.values())
+        limit = MAX_CHECKED_PROMPTS if stored else PROCEDURAL_CHECKED_PROMPTS
+        for index in range(min(limit, self.task.num_train)):
+            example = self.task.train_example(index)
+            ids = tokenize_prompt(tokenizer, example)
+            check_prompt_length(ids, example, max_new_tokens=self.sampling.max_new_tokens, context=context)
+
+    def evaluation_batches(self, *, final: bool) -> list[EvaluationBatch]:
+        """Every held-out set as one batch; the same prompts and seeds at every evaluation of a run."""
+        tokenizer, context = self._module.tokenizer, self._module.context_length()
+        batches = []
+        for name, heldout in self.evaluation.items():
+            task = heldout.task or self.task
+            sampling = heldout.sampling(self.sampling.max_new_tokens)
+            number = min(heldout.final_num_prompts if final else heldout.num_prompts, task.num_heldout)
+            prompts = []
+            for index in range(number):
+                example = task.heldout_example(index)
+                ids = tokenize_prompt(tokenizer, example)
+                check_prompt_length(ids, example, max_new_tokens=sampling.max_new_tokens, context=context)
+                prompts.append(Prompt(index, example, index, ids, 0, 0, derive_seed("evaluation", self.run_seed, name, index)))
+            batches.append(EvaluationBatch(name, tuple(prompts), heldout.num_samples, sampling))
+        return batches
+
+    # ---------------------------------------------------------------- loaders
+
+    def train_dataloader(self) -> TrainLoader:
+        """Batches for `updates_per_epoch` updates."""
+        return TrainLoader(self)
+
+    def val_dataloader(self) -> list[EvaluationLoader]:
+        """One loader per held-out set, each with the whole set as its only batch."""
+        during_fit = self.trainer is not None and self.trainer.state.fn == "fit"
+        return [EvaluationLoader(batch) for batch in self.evaluation_batches(final=not during_fit)]
+
+    def test_dataloader(self) -> list[EvaluationLoader]:
+        """As `val_dataloader`, with the final number of prompts."""
+        return [EvaluationLoader(batch) for batch in self.evaluation_batches(final=True)]
+
+    def predict_dataloader(self) -> list[EvaluationLoader]:
+        """As `test_dataloader`."""
+        return self.test_dataloader()
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """Training batches move to the device; evaluation batches hold no tensors."""
+        return batch if isinstance(batch, EvaluationBatch) else super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def take_batch(self) -> TrainBatch:
+        """Wait for a batch of groups, re-scored where the sampler asks for it, and pad it."""
+        module = self._module
+        with module.times.measure("data_wait"):
+            taken = self.pool.take(module.policy_version, self.score_groups, self.data_timeout_s)
+        with module.times.measure("collate"):
+            batch = collate(
+                taken,
+                max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+                temperature=self.sampling.temperature,
+                policy_version=module.policy_version,
+            )
+            self._attach_samples(batch, taken)
+        return batch
+
+    def score_groups(self, groups: Sequence[TrajectoryGroup]) -> list[Tensor]:
+        """PACE's `PrefixScorer`: log-probs of whole groups under the current policy."""
+        with self._module.times.measure("rescore"):
+            return score_groups(self._module, groups, self.max_tokens_per_micro_batch, self.sampling.temperature)
+
+    def _attach_samples(self, batch: TrainBatch, taken: Sequence[TakenGroup]) -> None:
+        group = taken[0].group
+        batch.samples = [sample_record(group, self.decode, i) for i in range(min(4, group.group_size))]
+        if self.save_rollouts is not None:
+            records = [sample_record(group, self.decode, i) for i in range(group.group_size)]
+            with (Path(self.save_rollouts) / "rollouts.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"policy_version": self._module.policy_version, **r}) + "\n" for r in records)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids -> text, special tokens removed."""
+        return self._module.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    # ---------------------------------------------------------------- checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Pool, prompt position and outstanding prompts: one consistent snapshot, made once per policy version."""
+        if not hasattr(self, "pool"):
+            return {}
+        version = self._module.policy_version
+        if self._snapshot is None or self._snapshot[0] != version:
+            with self.worker.frozen() if self.worker is not None else nullcontext([]) as outstanding:
+                state = {"pool": self.pool.state_dict(), "prompts": self.prompts.state_dict(outstanding)}
+            self._snapshot = (version, state)
+        return self._snapshot[1]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue pool and prompts where the snapshot was taken; groups in flight then are sampled again."""
+        if state_dict:
+            self.pool.load_state_dict(state_dict["pool"])
+            self.prompts.load_state_dict(state_dict["prompts"])
+
+    def teardown(self, stage: str) -> None:
+        """Release the tasks' resources."""
+        self.scorer.close()
+        for task in getattr(self, "tasks", {}).values():
+            task.close()
+
+
+class TrainLoader:
+    """Iterates over training batches; a stop request ends it early, so that the loop can save and leave."""
+
+    def __init__(self, data: RolloutDataModule) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return self._data.updates_per_epoch
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        for _ in range(len(self)):
+            try:
+                batch = self._data.take_batch()
+            except StopRequested:
+                assert self._data.trainer is not None
+                self._data.trainer.should_stop = True
+                return
+            yield batch
+
+
+class EvaluationLoader:
+    """One held-out set as a loader of one batch."""
+
+    def __init__(self, batch: EvaluationBatch) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[EvaluationBatch]:
+        yield self._batch
+
+
+def score_groups(
+    module: PolicyModule, groups: Sequence[TrajectoryGroup], max_tokens: int | None, temperature: float
+) -> list[Tensor]:
+    """Log-probs [L] of each group's flat tokens under the module's current policy, many groups a forward pass."""
+    ordered = in_training_order([TakenGroup(group, None) for group in groups])
+    micro_batches = pad_groups(ordered, max_tokens_per_micro_batch=max_tokens, temperature=temperature)
+    flat = torch.cat([module.score(part.to(module.device))[part.attention_mask].cpu() for part in micro_batches])
+    parts = flat.split([int(item.group.lengths.sum()) for item in ordered])
+    by_id = {item.group.group_id: part for item, part in zip(ordered, parts, strict=True)}
+    return [by_id[group.group_id] for group in groups]
+
+
+def _publish_lag(trainer: Any) -> int:
+    """The lag that the AsyncRollout callback forces, in updates; the datamodule is set up before any callback is."""
+    return max((getattr(callback, "publish_lag", 0) for callback in getattr(trainer, "callbacks", ())), default=0)
+
+
+def _global_seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))

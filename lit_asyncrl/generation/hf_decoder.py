@@ -1,0 +1,229 @@
+"""Decodes many responses at once with a plain transformers model: continuous slots, no `generate`.
+
+    waiting requests --prefill of a free row--> live rows [0, n) --one token per row and step--> finished completions
+
+Live rows are always the first n: a finished row is given to a waiting request at once, or the last row moves into the hole, so
+that a step's cost follows the number of live responses. Prefill stores the prompt but its last token, which the next step
+feeds like any other: sampling happens in one place. Nothing here loops over rows per token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from lit_asyncrl.generation.sampling import Restriction, request_uniforms, sample_tokens
+from lit_asyncrl.generation.slot_cache import SlotCache
+from lit_asyncrl.types import Completion, GenerationRequest
+
+PREFILL_TOKENS = 16384
+"""Most tokens, padding included, in one prefill forward: bounds the memory of its activations."""
+
+
+class SlotDecoder:
+    """Slots of one model; not thread-safe.
+
+    Args:
+        model: causal language model in evaluation mode; shared, its weights may change between steps.
+        num_slots: most responses decoded at once.
+        eos_token_ids: ids that end a response.
+        max_model_len: most tokens of prompt and response.
+    """
+
+    def __init__(self, model: Any, *, num_slots: int, eos_token_ids: Sequence[int], max_model_len: int) -> None:
+        self.num_tokens = 0
+        self._model = model
+        self._num_slots = num_slots
+        self._device = next(model.parameters()).device
+        self._dtype = next(model.parameters()).dtype
+        self._cache = SlotCache(num_slots, max_model_len)
+        self._waiting: deque[GenerationRequest] = deque()
+        self._live: list[GenerationRequest | None] = []  # row -> request; None: a hole until the next step
+        self._num_greedy = 0
+        self._num_restricted = 0
+        self._is_eos = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool, device=self._device)
+        self._is_eos[list(eos_token_ids)] = True
+        integers = dict.fromkeys(("last_id", "length", "count", "budget", "top_k"), torch.int64)
+        reals = dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32)
+        # What a row is: every tensor's first dimension is the row.
+        self._rows = {
+            name: torch.zeros(num_slots, dtype=dtype, device=self._device)
+            for name, dtype in (integers | reals | {"greedy": torch.bool}).items()
+        }
+        self._tokens = {
+            name: torch.zeros(num_slots, 0, dtype=dtype, device=self._device)
+            for name, dtype in (
+                ("uniforms", torch.float64),
+                ("ids", torch.int64),
+                ("logprobs", torch.float32),
+                ("versions", torch.int32),
+            )
+        }
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would sample anything."""
+        return bool(self._waiting) or any(request is not None for request in self._live)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests; those submitted together are admitted in the order of their ids."""
+        self._waiting.extend(sorted(requests, key=lambda request: request.request_id))
+
+    @torch.inference_mode()
+    def step(self, version: int) -> list[Completion]:
+        """Admit what fits, sample one token per live row, and return what has finished.
+
+        Args:
+            version: `policy_version` of the model's present weights, recorded with each token.
+        """
+        self._admit()
+        n = len(self._live)
+        if n == 0:
+            return []
+        rows = {name: tensor[:n] for name, tensor in self._rows.items()}
+        ids, logprobs = self._sample(rows, self._forward(rows))
+        column = rows["count"].unsqueeze(1)
+        self._tokens["ids"][:n].scatter_(1, column, ids.unsqueeze(1))
+        self._tokens["logprobs"][:n].scatter_(1, column, logprobs.unsqueeze(1))
+        self._tokens["versions"][:n].scatter_(1, column, version)
+        rows["last_id"].copy_(ids)
+        rows["length"].add_(1)
+        rows["count"].add_(1)
+        self.num_tokens += n
+        ended = self._is_eos[ids]
+        finished = (ended | (rows["count"] >= rows["budget"])).nonzero().squeeze(1).tolist()
+        return [self._finish(row, ended_by_eos=bool(ended[row])) for row in finished]
+
+    def _forward(self, rows: dict[str, Tensor]) -> Tensor:
+        """Logits [n, V] float32 after each row's last token."""
+        length = rows["length"]
+        longest = int(length.max()) + 1
+        self._cache.reserve(len(self._live), longest)
+        self._cache.begin_step(length, longest)
+        beyond = torch.arange(longest, device=self._device) > length.unsqueeze(1)
+        # Additive, since the eager implementation adds what it is given; transformers takes a 4-d mask as it is.
+        mask = torch.zeros(beyond.shape, dtype=self._dtype, device=self._device).masked_fill_(beyond, -torch.inf)
+        output = self._model(
+            input_ids=rows["last_id"].unsqueeze(1),
+            attention_mask=mask[:, None, None, :],
+            position_ids=length.unsqueeze(1),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1].float()
+
+    def _sample(self, rows: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+        n = logits.shape[0]
+        return sample_tokens(
+            logits,
+            rows["temperature"],
+            self._tokens["uniforms"][:n].gather(1, rows["count"].unsqueeze(1)).squeeze(1),
+            greedy=rows["greedy"] if self._num_greedy else None,
+            restriction=Restriction(rows["top_p"], rows["top_k"], rows["min_p"]) if self._num_restricted else None,
+        )
+
+    def _finish(self, row: int, *, ended_by_eos: bool) -> Completion:
+        request = self._live[row]
+        assert request is not None, row
+        self._live[row] = None
+        self._num_greedy -= request.sampling.temperature == 0
+        self._num_restricted -= request.sampling.is_restricted
+        count = int(self._rows["count"][row])
+        return Completion(
+            request_id=request.request_id,
+            token_ids=self._tokens["ids"][row, :count].tolist(),
+            behavior_logprobs=self._tokens["logprobs"][row, :count].tolist(),
+            token_versions=self._tokens["versions"][row, :count].tolist(),
+            finish_reason="stop" if ended_by_eos else "length",
+        )
+
+    def _admit(self) -> None:
+        """Give free rows to waiting requests, lowest row first; close the holes that are left."""
+        holes = [row for row, request in enumerate(self._live) if request is None]
+        free = holes + list(range(len(self._live), self._num_slots))
+        rows = free[: len(self._waiting)]
+        admitted = [self._waiting.popleft() for _ in rows]
+        if admitted:
+            self._live.extend([None] * (max(rows) + 1 - len(self._live)))
+            for row, request in zip(rows, admitted, strict=True):
+                self._live[row] = request
+            self._write_rows(rows, admitted)
+            self._prefill(rows, admitted)
+        self._close_holes(holes[len(rows) :])
+        if not self._live:
+            self._cache.release()
+
+    def _write_rows(self, rows: list[int], requests: list[GenerationRequest]) -> None:
+        samplings = [request.sampling for request in requests]
+        budget = max(sampling.max_new_tokens for sampling in samplings)
+        for name, tensor in self._tokens.items():
+            if tensor.shape[1] < budget:
+                self._tokens[name] = torch.nn.functional.pad(tensor, (0, budget - tensor.shape[1]))
+        index = torch.tensor(rows, device=self._device)
+        values: dict[str, list[Any]] = {
+            "last_id": [request.prompt_ids[-1] for request in requests],
+            "length": [len(request.prompt_ids) - 1 for request in requests],
+            "count": [0] * len(rows),
+            "budget": [sampling.max_new_tokens for sampling in samplings],
+            "temperature": [sampling.temperature or 1.0 for sampling in samplings],
+            "greedy": [sampling.temperature == 0 for sampling in samplings],
+            "top_p": [sampling.top_p for sampling in samplings],
+            "top_k": [sampling.top_k for sampling in samplings],
+            "min_p": [sampling.min_p for sampling in samplings],
+        }
+        for name, column in values.items():
+            target = self._rows[name]
+            target[index] = torch.tensor(column, dtype=target.dtype, device=self._device)
+        for row, request in zip(rows, requests, strict=True):
+            uniforms = request_uniforms(request.seed, request.sampling.max_new_tokens)
+            self._tokens["uniforms"][row, : uniforms.shape[0]] = uniforms
+        self._num_greedy += sum(values["greedy"])
+        self._num_restricted += sum(sampling.is_restricted for sampling in samplings)
+
+    def _prefill(self, rows: list[int], requests: list[GenerationRequest]) -> None:
+        """Store each prompt but its last token; equal prompts (a group) are computed once."""
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for row, request in zip(rows, requests, strict=True):
+            rows_of.setdefault(request.prompt_ids[:-1], []).append(row)
+        rows_of.pop((), None)
+        self._cache.reserve(len(self._live), max(len(request.prompt_ids) for request in requests))
+        batch: list[tuple[int, ...]] = []
+        for prefix in sorted(rows_of, key=len):
+            if batch and len(prefix) * (len(batch) + 1) > PREFILL_TOKENS:
+                self._prefill_batch(batch, rows_of)
+                batch = []
+            batch.append(prefix)
+        if batch:
+            self._prefill_batch(batch, rows_of)
+
+    def _prefill_batch(self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]) -> None:
+        width = max(map(len, prefixes))
+        # Padding on the right: a causal model computes real tokens as if it were not there, and what it leaves in the cache
+        # lies beyond the row's length, where it is masked until overwritten.
+        input_ids = torch.tensor([[*prefix, *[0] * (width - len(prefix))] for prefix in prefixes], device=self._device)
+        cache = DynamicCache()
+        self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        pairs = [(source, row) for source, prefix in enumerate(prefixes) for row in rows_of[prefix]]
+        source, rows = torch.tensor(pairs, device=self._device).unbind(1)
+        self._cache.fill(cache, source, rows)
+
+    def _close_holes(self, holes: list[int]) -> None:
+        """Move the last live rows into `holes` (ascending) and shorten the live part."""
+        if not holes:
+            return
+        n = len(self._live) - len(holes)
+        targets = [row for row in holes if row < n]
+        sources = [row for row in range(n, len(self._live)) if self._live[row] is not None]
+        if targets:
+            source, target = torch.tensor([sources, targets], device=self._device).unbind(0)
+            for tensor in (*self._rows.values(), *self._tokens.values()):
+                tensor[target] = tensor[source]
+            self._cache.move(source, target, int(self._rows["length"][target].max()))
+            for source_row, target_row in zip(sources, targets, strict=True):
+                self._live[target_row] = self._live[source_row]
+        del self._live[n:]

@@ -1,0 +1,107 @@
+"""The embedded engine in the caller's process: decode steps are run by whoever waits for completions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from lit_asyncrl.errors import ConfigurationError, EngineError
+from lit_asyncrl.generation.hf_core import PURPOSES, EngineCore, EngineCounters, EngineSettings
+from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
+
+
+class InlineBackend:
+    """An `EngineCore` behind a lock; updates, pauses and requests of other threads go between two decode steps."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        try:
+            self._core = EngineCore(settings)
+        except ConfigurationError as error:
+            raise EngineError(f"The generation engine cannot start: {error}") from error
+        self.max_model_len = self._core.max_model_len
+        self._changed = threading.Condition()
+        self._guests_lock = threading.Lock()
+        self._guests = 0  # threads that want in between two steps
+        self._finished: dict[Purpose, list[Completion]] = {purpose: [] for purpose in PURPOSES}
+        self._report: DeliveryReport | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Totals so far; an engine that is run by its callers is never idle by itself."""
+        return EngineCounters(self._core.generated_tokens, self._core.busy_s)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests."""
+        with self._between_steps():
+            self._core.submit(requests)
+
+    def take(self, purpose: Purpose, timeout_s: float) -> list[Completion]:
+        """Decode until a completion of this purpose is finished, at most `timeout_s` (plus one step)."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                self._raise_if_dead()
+                if self._finished[purpose]:
+                    taken, self._finished[purpose] = self._finished[purpose], []
+                    return taken
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return []
+                if self._guests or not self._core.has_work:
+                    self._changed.wait(remaining)
+                else:
+                    self._step()
+
+    def begin_update(self, version: int, weights: NamedTensors) -> None:
+        """Load the weights at once."""
+        with self._between_steps():
+            self._report = self._core.load(version, weights)
+
+    def finish_update(self, timeout_s: float) -> DeliveryReport:
+        """The report of `begin_update`."""
+        report, self._report = self._report, None
+        assert report is not None, "finish_update without begin_update"
+        return report
+
+    def set_paused(self, paused: bool) -> None:
+        """Let training responses stand still, or go on."""
+        with self._between_steps():
+            self._core.set_paused(paused)
+
+    def stop(self) -> None:
+        """End waiting calls with an `EngineError`."""
+        with self._between_steps(check=False):
+            self._closed = True
+
+    def _step(self) -> None:
+        try:
+            purpose, finished = self._core.step()
+        except BaseException as error:
+            self._failure = error
+            raise
+        if finished:
+            self._finished[purpose].extend(finished)
+            self._changed.notify_all()
+
+    def _raise_if_dead(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"The generation engine failed while decoding: {self._failure!r}") from self._failure
+        if self._closed:
+            raise EngineError("The generation engine was stopped.")
+
+    @contextmanager
+    def _between_steps(self, check: bool = True) -> Iterator[None]:
+        """Exclusive access; the thread that decodes makes way after its present step (a plain lock would not be fair)."""
+        with self._guests_lock:
+            self._guests += 1
+        with self._changed:
+            with self._guests_lock:
+                self._guests -= 1
+            if check:
+                self._raise_if_dead()
+            yield
+            self._changed.notify_all()

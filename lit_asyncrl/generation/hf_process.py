@@ -1,0 +1,217 @@
+"""The trainer's side of the embedded engine's process: starts it, talks to it, notices its death, ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lit_asyncrl.errors import EngineError, WeightSyncError
+from lit_asyncrl.generation.hf_core import PURPOSES, EngineCounters, EngineSettings
+from lit_asyncrl.generation.transport import Connection, SharedTensors, create_memfd, layout_of
+from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
+
+POLL_S = 0.5
+"""How often the reading thread looks whether it should end, in seconds."""
+ANSWER_TIMEOUT_S = 60.0
+"""Longest wait for a message to be taken and for an answer that needs no more than the present decode step."""
+STOP_GRACE_S = 2.0
+"""Time to end by itself before SIGKILL."""
+
+
+class ProcessBackend:
+    """A running `hf_worker`. Thread-safe: a reading thread sorts answers, callers wait for theirs on one condition.
+
+    Raises:
+        EngineError: not ready within `start_timeout_s`, or the model cannot be loaded.
+    """
+
+    def __init__(self, settings: EngineSettings, start_timeout_s: float) -> None:
+        self.counters = EngineCounters()
+        self.max_model_len = 0
+        self._changed = threading.Condition()
+        self._send_lock = threading.Lock()
+        self._finished: dict[Purpose, list[Completion]] = {purpose: [] for purpose in PURPOSES}
+        self._pending_version: int | None = None
+        self._answer: DeliveryReport | str | None = None
+        self._paused = False
+        self._ready = False
+        self._failure: str | None = None
+        self._stopping = False
+        self._shared: SharedTensors | None = None
+        self._layout: Any = None
+        self._memfd = create_memfd()
+        self._connection, self._process = _spawn(self._memfd, settings.num_threads)
+        self._reader = threading.Thread(target=self._read, name="hf-engine-reader", daemon=True)
+        self._reader.start()
+        try:
+            self._send("start", settings)
+            if not self._wait(lambda: self._ready, start_timeout_s):
+                raise EngineError(f"The generation engine must be ready within {start_timeout_s:.0f} s, and was not.")
+        except BaseException:
+            self.stop()
+            raise
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Send requests, all in one message."""
+        self._send("submit", list(requests))
+
+    def take(self, purpose: Purpose, timeout_s: float) -> list[Completion]:
+        """Finished completions of one purpose; waits at most `timeout_s` for the first."""
+        with self._changed:
+            self._wait(lambda: bool(self._finished[purpose]), timeout_s)
+            taken, self._finished[purpose] = self._finished[purpose], []
+        return taken
+
+    def begin_update(self, version: int, weights: NamedTensors) -> None:
+        """Copy the weights into shared memory and tell the engine."""
+        if self._pending_version is not None:
+            raise WeightSyncError(
+                f"Version {version} must follow a finished update, but version {self._pending_version} was not answered: "
+                "writing now could mix the two."
+            )
+        layout, size = layout_of(weights)
+        place = None
+        if layout != self._layout:
+            os.ftruncate(self._memfd, size)
+            self._shared = SharedTensors(self._memfd, layout, size)
+            self._layout = layout
+            place = (layout, size)
+        assert self._shared is not None
+        self._shared.write(weights)
+        self._answer = None
+        self._pending_version = version
+        self._send("update", version, place)
+
+    def finish_update(self, timeout_s: float) -> DeliveryReport:
+        """Wait for the engine's report; after a timeout it may be called again."""
+        version = self._pending_version
+        assert version is not None, "finish_update without begin_update"
+        if not self._wait(lambda: self._answer is not None, timeout_s):
+            raise WeightSyncError(
+                f"The generation engine must load version {version} within {timeout_s:.1f} s, and has not answered. "
+                "Is its process stopped, or a decode step longer than that?"
+            )
+        self._pending_version = None
+        if isinstance(self._answer, str):
+            raise WeightSyncError(self._answer)
+        assert isinstance(self._answer, DeliveryReport)
+        return self._answer
+
+    def set_paused(self, paused: bool) -> None:
+        """Let training responses stand still, or go on; returns when the engine has confirmed it."""
+        self._send("pause", paused)
+        if not self._wait(lambda: self._paused == paused, ANSWER_TIMEOUT_S):
+            raise EngineError(f"The generation engine has not answered a request to pause for {ANSWER_TIMEOUT_S:.0f} s.")
+
+    def stop(self) -> None:
+        """End the process (SIGKILL after a grace), the thread and the descriptors; idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        with contextlib.suppress(OSError, EngineError):
+            self._connection.send(("stop",), 0.1)
+        try:
+            self._process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._connection.close()
+        self._shared = None
+        os.close(self._memfd)
+
+    def _send(self, kind: str, *content: Any) -> None:
+        self._raise_if_dead()
+        try:
+            with self._send_lock:
+                self._connection.send((kind, *content), ANSWER_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineError(f"The generation engine takes no messages: {error}") from error
+        except OSError as error:
+            self._wait(lambda: self._failure is not None, ANSWER_TIMEOUT_S)  # raises the reader's better message
+            raise EngineError("The generation engine's process is gone.") from error
+
+    def _wait(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: predicate() or self._failure is not None or self._stopping, timeout_s)
+            self._raise_if_dead()
+            return predicate()
+
+    def _raise_if_dead(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if self._stopping:
+            raise EngineError("The generation engine was stopped.")
+
+    def _read(self) -> None:
+        """Sort incoming messages until the process is gone."""
+        try:
+            while True:
+                message = self._connection.receive(POLL_S)
+                if message is not None:
+                    with self._changed:
+                        self._handle(*message)
+                        self._changed.notify_all()
+                elif self._stopping:
+                    return
+        except EOFError:
+            self._fail(None)
+        except Exception as error:  # noqa: BLE001 - whoever waits next raises it
+            self._fail(f"The generation engine answered with something unreadable: {error!r}")
+
+    def _handle(self, kind: str, counters: EngineCounters, *content: Any) -> None:
+        if kind == "failed":
+            self._failure = f"The generation engine failed: {content[0]}"
+            return
+        self.counters = counters
+        if kind == "finished":
+            self._finished[content[0]].extend(content[1])
+        elif kind == "updated":
+            self._answer = content[1]
+        elif kind == "paused":
+            self._paused = content[0]
+        else:
+            self._ready, self.max_model_len = True, content[0]
+
+    def _fail(self, reason: str | None) -> None:
+        if reason is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.5)
+            reason = f"The generation engine's process ended unexpectedly ({_exit_words(self._process.returncode)})."
+        with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+
+
+def _exit_words(returncode: int | None) -> str:
+    if returncode is None:
+        return "still exiting"
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"exit code {returncode}"
+
+
+def _spawn(memfd: int, num_threads: int) -> tuple[Connection, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    # The child finds the same packages as we do, whatever changed sys.path, and -P keeps its working directory out.
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": str(num_threads),
+    }
+    command = [sys.executable, "-P", "-m", "lit_asyncrl.generation.hf_worker", str(theirs.fileno()), str(memfd)]
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(), memfd),
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # standard output belongs to the trainer
+            env=environment,
+        )
+    return Connection(ours), process

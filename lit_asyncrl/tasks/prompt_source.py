@@ -1,0 +1,134 @@
+"""PromptSource: a task's training examples in order, epoch after epoch, tokenized and with their identity in the run."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from lit_asyncrl.errors import ConfigurationError, DataError
+from lit_asyncrl.interfaces import Task
+from lit_asyncrl.types import Example, Prompt
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from any integers and strings, equal on every machine."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def tokenize_prompt(tokenizer: Any, example: Example) -> tuple[int, ...]:
+    """Ids of the example's prompt: plain text as the tokenizer encodes it, chat messages through its chat template.
+
+    Raises:
+        ConfigurationError: chat messages, but the tokenizer has no chat template.
+        DataError: the prompt has no tokens, or a character the tokenizer does not know.
+    """
+    if isinstance(example.prompt, str):
+        ids = tokenizer(example.prompt)["input_ids"]
+    else:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigurationError(
+                f"data.task must give plain text to a tokenizer without a chat template, got chat messages "
+                f"(task {example.task!r}). "
+                "Use template: plain, or a chat model."
+            )
+        text = tokenizer.apply_chat_template(list(example.prompt), add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    where = f"example {example.index} of task {example.task!r}"
+    if not ids:
+        raise DataError(f"The prompt of {where} has no tokens.")
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is not None and unknown in ids:
+        raise DataError(f"The prompt of {where} has characters that the tokenizer does not know: {example.prompt!r}.")
+    return tuple(int(i) for i in ids)
+
+
+def check_prompt_length(ids: Sequence[int], example: Example, *, max_new_tokens: int, context: int | None) -> None:
+    """Refuse a prompt that leaves no room for the response.
+
+    Raises:
+        ConfigurationError: naming prompt, lengths and remedy.
+    """
+    if context is not None and len(ids) + max_new_tokens > context:
+        raise ConfigurationError(
+            f"data.sampling.max_new_tokens must fit the model's context of {context} tokens together with every prompt, got "
+            f"{len(ids)} + {max_new_tokens} tokens (example {example.index} of task {example.task!r}). "
+            "Shorten the prompt or the budget, or use a model with a longer context."
+        )
+
+
+class PromptSource:
+    """Gives out prompts; the i-th prompt of a run is a function of the seed, whatever the timing.
+
+    Args:
+        task: what to draw from.
+        tokenizer: of the policy.
+        seed: of the run; each prompt's seed derives from (seed, task, index, epoch, attempt).
+        max_new_tokens: response budget, for the length check.
+        context: the model's context in tokens; None: unknown.
+        max_epochs: passes through the training split; None: without end.
+    """
+
+    def __init__(
+        self, task: Task, tokenizer: Any, *, seed: int, max_new_tokens: int, context: int | None, max_epochs: int | None = None
+    ) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._max_new_tokens = max_new_tokens
+        self._context = context
+        self._max_epochs = max_epochs
+        self._position = 0
+        self._next_group_id = 0
+        self._requeued: deque[tuple[int, int, int, int]] = deque()
+        self._lock = threading.Lock()
+
+    def next_prompts(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts: requeued ones first. Fewer than asked for only at the end of the last epoch."""
+        with self._lock:
+            prompts = []
+            for _ in range(num_prompts):
+                key = self._next_key()
+                if key is None:
+                    break
+                prompts.append(self._make(*key))
+            return prompts
+
+    def _next_key(self) -> tuple[int, int, int, int] | None:
+        if self._requeued:
+            return self._requeued.popleft()
+        epoch, index = divmod(self._position, self._task.num_train)
+        if self._max_epochs is not None and epoch >= self._max_epochs:
+            return None
+        self._position += 1
+        self._next_group_id += 1
+        return self._next_group_id - 1, index, epoch, 0
+
+    def _make(self, group_id: int, index: int, epoch: int, attempt: int) -> Prompt:
+        example = self._task.train_example(index)
+        ids = tokenize_prompt(self._tokenizer, example)
+        check_prompt_length(ids, example, max_new_tokens=self._max_new_tokens, context=self._context)
+        seed = derive_seed(self._seed, example.task, example.index, epoch, attempt)
+        return Prompt(group_id, example, index, ids, epoch, attempt, seed)
+
+    @property
+    def epoch(self) -> int:
+        """Passes through the training split completed so far."""
+        return self._position // self._task.num_train
+
+    def state_dict(self, outstanding: Sequence[Prompt] = ()) -> dict[str, Any]:
+        """Position, and the prompts to send again with their identity: those in flight (`outstanding`), then those requeued."""
+        with self._lock:
+            again = [[p.group_id, p.source_index, p.epoch, p.attempt] for p in outstanding]
+            again += [[*key] for key in self._requeued]
+            return {"position": self._position, "next_group_id": self._next_group_id, "requeued": again}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        with self._lock:
+            self._position = int(state["position"])
+            self._next_group_id = int(state["next_group_id"])
+            self._requeued = deque((int(g), int(i), int(e), int(a)) for g, i, e, a in state["requeued"])
