@@ -164,6 +164,7 @@ def run(args: ArgsType = None) -> AsyncRLCLI:
         sys.argv[1:] = arguments
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
+    warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")  # no dropout: log-probs must not be noisy
     return AsyncRLCLI(
         PolicyModule,
         RolloutDataModule,

@@ -37,6 +37,7 @@ class AsyncRollout(Callback):
     Args:
         engine: samples the responses (default: the embedded transformers engine in its own process).
         publish_lag: serve weights this many updates old on purpose (to study staleness); versions stay exact.
+        publish_lag_start: update from which on the lag holds; the newest weights are served before.
         probe_tolerance: largest difference, in nats, between the engine's and the trainer's log-probs of the probe sequence
             after a weight update; above it the run ends with `WeightSyncError`.
         sync_timeout_s: seconds for one weight update, proof included.
@@ -50,6 +51,7 @@ class AsyncRollout(Callback):
         self,
         engine: GenerationEngine | None = None,
         publish_lag: int = 0,
+        publish_lag_start: int = 0,
         probe_tolerance: float = 1e-3,
         sync_timeout_s: float = 120.0,
         evaluation_timeout_s: float = 600.0,
@@ -61,6 +63,7 @@ class AsyncRollout(Callback):
             raise ConfigurationError(f"AsyncRollout.publish_lag must be 0 or above, got {publish_lag}.")
         self.engine = engine or HFEngine()
         self.publish_lag = publish_lag
+        self.publish_lag_start = publish_lag_start
         self.probe_tolerance = probe_tolerance
         self.sync_timeout_s = sync_timeout_s
         self.evaluation_timeout_s = evaluation_timeout_s
@@ -127,6 +130,7 @@ class AsyncRollout(Callback):
         self.publisher = WeightPublisher(
             self.engine,
             publish_lag=self.publish_lag,
+            publish_lag_start=self.publish_lag_start,
             tolerance=self.probe_tolerance,
             timeout_s=self.sync_timeout_s,
             supervisor=self.supervisor,

@@ -24,8 +24,6 @@ from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.pool.pool import BATCH_WAITER
 from lit_asyncrl.types import TrainBatch
 
-_MEANS = {"policy_age_mean": "pool/policy_age_mean", "ess_ratio_mean": "weights/ess_ratio"}
-
 
 class RunReport(Callback):
     """Logs every update and sums the run up.
@@ -48,6 +46,7 @@ class RunReport(Callback):
         self._updates = 0
         self._age_sum = self._age_max = self._tokens = 0.0
         self._mixed_sum = self._trajectories = self._ess_sum = 0.0
+        self._evaluations: list[dict[str, float]] = []
         self._last_at = time.monotonic()
         self._generated_before = 0
 
@@ -149,6 +148,13 @@ class RunReport(Callback):
             self._warned = True
             rank_zero_warn(f"{type(logger).__name__} takes no text or histograms from RunReport: only scalars are logged there.")
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the evaluations during training for the summary."""
+        if trainer.state.fn == "fit":
+            assert isinstance(pl_module, PolicyModule)
+            values = {k.removeprefix("val/"): float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+            self._evaluations.append({"policy_version": pl_module.policy_version, **values})
+
     # ---------------------------------------------------------------- the end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -175,6 +181,7 @@ class RunReport(Callback):
             "accuracy_after": _accuracy(rollout.last_results),
             "evaluation_before": _metrics_of(rollout.first_results),
             "evaluation_after": _metrics_of(rollout.last_results),
+            "evaluations": self._evaluations,
             "policy_version": module.policy_version,
             "skipped_updates": module.num_skipped,
             "wall_s": round(wall, 3),
@@ -191,7 +198,7 @@ class RunReport(Callback):
             "share_trainer_waits_for_data": wait_trainer,
             "share_engine_waits_for_admission": wait_engine,
             "bound": bound_of(wait_trainer, wait_engine),
-            "peak_memory_mib": _peak_memory_mib(),
+            "memory_mib": _memory_mib(),
             "ledger": pool.ledger.totals(),
             "stopped_by": data.supervisor.stop_reason,
             "seed": data.run_seed,
@@ -249,7 +256,7 @@ def _metrics_of(results: dict[str, EvaluationResult]) -> dict[str, dict[str, flo
     return {name: {"policy_version": r.version, **r.metrics} for name, r in results.items()}
 
 
-def _peak_memory_mib() -> float:
+def _memory_mib() -> float:
     """Resident memory of trainer and engine now, MiB."""
     process = psutil.Process()
     total = process.memory_info().rss

@@ -15,6 +15,7 @@ import torch
 
 from lit_asyncrl import policy
 from lit_asyncrl.errors import ConfigurationError, WeightSyncError
+from lit_asyncrl.generation import slot_attention
 from lit_asyncrl.generation.hf_decoder import SlotDecoder
 from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
 
@@ -69,6 +70,8 @@ class EngineCore:
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
         ).requires_grad_(False)
+        if settings.attn_implementation == "sdpa":
+            self._model.set_attn_implementation(slot_attention.NAME)
         self.max_model_len = _check_lengths(self._model, settings.max_model_len)
         _check_ids(self._model, settings)
         self._parameters = dict(self._model.named_parameters())

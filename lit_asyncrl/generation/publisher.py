@@ -68,6 +68,7 @@ class WeightPublisher:
         engine: a started engine.
         supervisor: gets the faults of the publisher's thread and bounds its waits.
         publish_lag: how many versions the engine is kept behind, in updates; 0 sends each version at once.
+        publish_lag_start: version up to which each is sent at once; the lag builds up from there.
         tolerance: largest allowed difference of probe log-probs, in nats.
         timeout_s: longest wait for one delivery.
         on_delivered: called as `(version published, version served)` in the publisher's thread after each proved delivery.
@@ -82,6 +83,7 @@ class WeightPublisher:
         *,
         supervisor: Supervisor,
         publish_lag: int = 0,
+        publish_lag_start: int = 0,
         tolerance: float = 1e-4,
         timeout_s: float = 60.0,
         on_delivered: Callable[[int, int], None] | None = None,
@@ -92,6 +94,7 @@ class WeightPublisher:
         self._engine = engine
         self._supervisor = supervisor
         self._lag = publish_lag
+        self._lag_start = publish_lag_start
         self._tolerance = tolerance
         self._timeout_s = timeout_s
         self._on_delivered = on_delivered or (lambda published, served: None)
@@ -129,6 +132,8 @@ class WeightPublisher:
         if self._lag:
             # The engine gets them only later: the trainer's tensors will have changed by then.
             weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        if version <= self._lag_start:
+            self._snapshots.clear()
         self._snapshots.append(Snapshot(version, weights, list(probe_logprobs)))
         self._published_version = version
         due = self._snapshots[0]

@@ -59,7 +59,7 @@ def test_members_taken_out_of_a_group_are_accounted_for() -> None:
 
 @pytest.mark.parametrize("state", ["in_training", "trained", "failed"])
 def test_an_unknown_group_cannot_start_late(state) -> None:
-    with pytest.raises(PoolError, match="state must be one of .* that is not open"):
+    with pytest.raises(PoolError, match=r"state must be one of .* that is not open"):
         Ledger().move(0, state)
 
 
@@ -76,7 +76,7 @@ def test_a_drop_needs_a_reason() -> None:
 
 
 def test_an_unknown_state_is_refused() -> None:
-    with pytest.raises(PoolError, match="state must be one of .*, got 'lost'"):
+    with pytest.raises(PoolError, match=r"state must be one of .*, got 'lost'"):
         Ledger().move(0, "lost")
 
 
