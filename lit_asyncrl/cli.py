@@ -8,8 +8,10 @@ lit-asyncrl export --ckpt_path last.ckpt --output_dir my-model
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,8 +114,13 @@ def check_writable(folder: str, key: str) -> None:
     path = Path(folder)
     while not path.exists() and path != path.parent:
         path = path.parent
-    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{key} must be a folder that can be written, got {folder!r} ({path} is not writable).")
+    try:
+        with tempfile.TemporaryFile(dir=path):  # permission bits say nothing to root, nor of a read-only file system
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"{key} must be a folder that can be written, got {folder!r} ({path}: {error.strerror})."
+        ) from error
 
 
 def resolve_configs(args: list[str]) -> list[str]:
@@ -163,7 +170,9 @@ def run(args: ArgsType = None) -> AsyncRLCLI:
     if args is None:
         sys.argv[1:] = arguments
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    quiet_lightning()
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
+    warnings.filterwarnings("ignore", "(?s).*ModelCheckpoint.*manual.*optimiz.*")  # saving after the update is what is meant
     warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")  # no dropout: log-probs must not be noisy
     return AsyncRLCLI(
         PolicyModule,
@@ -174,6 +183,11 @@ def run(args: ArgsType = None) -> AsyncRLCLI:
         auto_configure_optimizers=False,
         args=None if args is None else arguments,
     )
+
+
+def quiet_lightning() -> None:
+    """Drop Lightning's product tips: they say nothing about the run."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
 
 
 def main(args: ArgsType = None) -> None:

@@ -45,9 +45,10 @@ class EvaluationSet:
         Raises:
             ConfigurationError: naming the set and the value.
         """
-        for key in ("num_prompts", "final_num_prompts", "num_samples"):
-            if getattr(self, key) < 1:
-                raise ConfigurationError(f"data.evaluation.{name}.{key} must be at least 1, got {getattr(self, key)}.")
+        for key in ("num_prompts", "final_num_prompts", "num_samples", "max_new_tokens"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"data.evaluation.{name}.{key} must be at least 1, got {value}.")
         if self.temperature < 0:
             raise ConfigurationError(f"data.evaluation.{name}.temperature must be 0 or above, got {self.temperature}.")
         if self.temperature == 0 and self.num_samples > 1:
@@ -58,7 +59,7 @@ class EvaluationSet:
 
     def sampling(self, train_max_new_tokens: int) -> SamplingParams:
         """Sampling parameters of its requests."""
-        budget = self.max_new_tokens or train_max_new_tokens
+        budget = train_max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
         return SamplingParams(self.temperature, budget, self.top_p, self.top_k, self.min_p)
 
 

@@ -300,7 +300,10 @@ def export_policy(checkpoint_path: str, output_dir: str, policy_path: str | None
     model = load_model(source)
     state = checkpoint["state_dict"]
     weights = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # tensors of other shapes
+        raise CheckpointError(f"ckpt_path must fit the model in {source!r}, got {checkpoint_path!r} ({error}).") from error
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     if unexpected or set(missing) - tied:
         raise CheckpointError(

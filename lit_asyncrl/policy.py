@@ -57,6 +57,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
             f"model.policy.path must hold a tokenizer that transformers can load, got {path!r} ({error}). "
             "Save one there with tokenizer.save_pretrained(path)."
         ) from error
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):  # what transformers makes up where there are no files
+        raise ConfigurationError(
+            f"model.policy.path must hold a tokenizer, got special tokens alone in {path!r}. "
+            "Save one there with tokenizer.save_pretrained(path)."
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(
             f"model.policy.path must hold a tokenizer with an end-of-sequence token, got none in {path!r}. "
@@ -77,6 +82,7 @@ def load_model(
     Raises:
         ConfigurationError: it cannot be loaded.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -90,7 +96,7 @@ def load_model(
             local_files_only=True,
             trust_remote_code=trust_remote_code,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
             f"model.policy.path must hold a causal language model that transformers can load, got {path!r} ({error})."
         ) from error

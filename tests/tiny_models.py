@@ -16,7 +16,9 @@ def save_qwen3(folder: Path, *, seed: int = 0, **overrides: Any) -> str:
     """Tied embeddings, grouped-query attention; a wide initialization so that distributions are far from uniform."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return _save(Qwen3ForCausalLM, Qwen3Config(**(_sizes() | {"head_dim": 8, "tie_word_embeddings": True} | overrides)), folder, seed)
+    return _save(
+        Qwen3ForCausalLM, Qwen3Config(**(_sizes() | {"head_dim": 8, "tie_word_embeddings": True} | overrides)), folder, seed
+    )
 
 
 def save_llama(folder: Path, *, seed: int = 0) -> str:

@@ -2,7 +2,7 @@
 
 The packaged models come from it; each one's `training.json` holds its command and its figures:
 
-    python tools/make_tiny_model.py --task ReverseDigits --task.min_digits 4 --task.max_digits 10 --steps 200 --out /tmp/tiny
+    python tools/make_tiny_model.py --task ReverseDigits --task.min_digits 10 --task.max_digits 10 --steps 158 --out /tmp/tiny
 
 Any task whose prompt and answer are text of the 29 characters below will do. The same seed gives the same weights on the same
 kind of machine; elsewhere, matrix products round differently and the accuracies differ a little.
@@ -11,6 +11,7 @@ kind of machine; elsewhere, matrix products round differently and the accuracies
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -67,7 +68,7 @@ def make_model(hidden_size: int, num_layers: int, max_length: int) -> Any:
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, top_k=0)
     return model
 
 
@@ -100,7 +101,7 @@ def supervised_batch(task: Task, tokenizer: Any, indices: range) -> tuple[Tensor
 
 
 def warm_start(model: Any, task: Task, tokenizer: Any, *, steps: int, batch_size: int, learning_rate: float) -> None:
-    """Supervised learning of the answers; the learning rate rises over 20 steps and then stays."""
+    """Supervised learning of the answers; the learning rate rises over 20 steps and then stays. Leaves evaluation mode on."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     model.train()
@@ -129,7 +130,7 @@ def heldout_accuracy(model: Any, task: Task, tokenizer: Any, *, num_prompts: int
     for start in range(0, len(examples), 256):
         chunk = examples[start : start + 256]
         inputs = tokenizer([example.prompt for example in chunk], return_tensors="pt", padding=True, return_token_type_ids=False)
-        output = model.generate(**inputs, max_new_tokens=budget, do_sample=sample, top_k=0)
+        output = model.generate(**inputs, max_new_tokens=budget, do_sample=sample)
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         correct += sum(text == example.answer for text, example in zip(texts, chunk, strict=True))
     tokenizer.padding_side = "right"
@@ -139,9 +140,11 @@ def heldout_accuracy(model: Any, task: Task, tokenizer: Any, *, num_prompts: int
 def main(
     task: Task,
     out: str,
-    steps: int = 200,
+    steps: int = 160,
+    first_task: Task | None = None,
+    first_steps: int = 0,
     batch_size: int = 64,
-    learning_rate: float = 3e-3,
+    learning_rate: float = 2e-3,
     hidden_size: int = 64,
     num_layers: int = 2,
     max_length: int = 256,
@@ -153,6 +156,9 @@ def main(
         task: what to learn, for example `ReverseDigits`.
         out: folder to write.
         steps: optimizer steps of supervised learning.
+        first_task: what to learn before that, for example the longest strings only: without it a model of varied lengths knows
+            the short ones perfectly and the long ones not at all, and reinforcement learning has nothing to hold on to.
+        first_steps: optimizer steps on `first_task`.
         batch_size: examples a step.
         learning_rate: of AdamW.
         hidden_size: width; a multiple of 8.
@@ -165,10 +171,12 @@ def main(
     started = time.perf_counter()
     tokenizer = make_tokenizer(max_length)
     model = make_model(hidden_size, num_layers, max_length)
+    if first_task is not None:
+        warm_start(model, first_task, tokenizer, steps=first_steps, batch_size=batch_size, learning_rate=learning_rate)
     warm_start(model, task, tokenizer, steps=steps, batch_size=batch_size, learning_rate=learning_rate)
     trained_s = time.perf_counter() - started
     figures = {
-        "command": "python tools/make_tiny_model.py " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["python", "tools/make_tiny_model.py", *sys.argv[1:]]),
         "seed": seed,
         "parameters": sum(p.numel() for p in model.parameters()),
         "heldout_prompts": 1024,
@@ -179,6 +187,8 @@ def main(
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     (Path(out) / "training.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    for file in Path(out).iterdir():
+        file.chmod(0o644)  # safetensors writes files that only the owner can read; packaged ones are for everybody
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class GroupMean(Advantage):
     ) -> Tensor:
         """See `Advantage`; needs the rewards only."""
         centred = rewards - group_mean(rewards, group_index)
-        return centred * reward_scale(rewards, group_index, self.normalize)
+        return (centred * reward_scale(rewards, group_index, self.normalize)).to(rewards.dtype)
 
 
 class LeaveOneOut(Advantage):
@@ -68,8 +68,9 @@ class LeaveOneOut(Advantage):
         score_norms_squared: Tensor | None,
     ) -> Tensor:
         """See `Advantage`; needs the rewards only."""
-        size = _group_sizes(group_index)[group_index].to(rewards.dtype)
-        return (rewards - group_mean(rewards, group_index)) * size / (size - 1.0).clamp(min=1.0)
+        size = _group_sizes(group_index)[group_index]
+        centred = (rewards - group_mean(rewards, group_index)) * reward_scale(rewards, group_index, "none")
+        return (centred * size / (size - 1).clamp(min=1)).to(rewards.dtype)
 
 
 class OPOB(Advantage):
@@ -110,7 +111,7 @@ class OPOB(Advantage):
     def baselines(
         self, rewards: Tensor, group_index: Tensor, *, lengths: Tensor, log_weights: Tensor, score_norms_squared: Tensor
     ) -> Tensor:
-        """b* of each trajectory's group, [B]. Arguments as in `Advantage`."""
+        """b* of each trajectory's group, [B] float64. Arguments as in `Advantage`."""
         log_w = log_weights.double()
         logs = 2.0 * log_w + score_norms_squared.double().log()
         if self.weighting == "released":
@@ -124,10 +125,10 @@ class OPOB(Advantage):
         weights = torch.where(without_score, 1.0, torch.exp(logs - peak[group_index]))
         totals = weights.new_zeros(num_groups).index_add_(0, group_index, weights)
         sums = weights.new_zeros(num_groups).index_add_(0, group_index, weights * rewards.double())
-        return (sums / totals)[group_index].to(rewards.dtype)
+        return (sums / totals)[group_index]
 
     def scales(self, rewards: Tensor, group_index: Tensor) -> Tensor:
-        """1 / sigma of each trajectory's group, [B]; 0 for a group of equal rewards."""
+        """1 / sigma of each trajectory's group, [B] float64; 0 for a group of equal rewards."""
         return reward_scale(rewards, group_index, self.normalize)
 
     def __call__(
@@ -144,17 +145,17 @@ class OPOB(Advantage):
         baselines = self.baselines(
             rewards, group_index, lengths=lengths, log_weights=log_weights, score_norms_squared=score_norms_squared
         )
-        return (rewards - baselines) * self.scales(rewards, group_index)
+        return ((rewards - baselines) * self.scales(rewards, group_index)).to(rewards.dtype)
 
 
 def group_mean(values: Tensor, group_index: Tensor) -> Tensor:
-    """Mean of `values` [B] over each trajectory's group, [B]."""
-    sums = values.new_zeros(_num_groups(group_index)).index_add_(0, group_index, values)
+    """Mean of `values` [B] over each trajectory's group, [B] float64 (in which equal float32 rewards have an exact mean)."""
+    sums = values.new_zeros(_num_groups(group_index), dtype=torch.float64).index_add_(0, group_index, values.double())
     return (sums / _group_sizes(group_index))[group_index]
 
 
 def reward_scale(rewards: Tensor, group_index: Tensor, normalize: Normalize) -> Tensor:
-    """1 / standard deviation (or 1) of each trajectory's group, [B]; 0 for a group of equal rewards."""
+    """1 / standard deviation (or 1) of each trajectory's group, [B] float64; 0 for a group of equal rewards."""
     variance = group_mean((rewards - group_mean(rewards, group_index)).square(), group_index)
     if normalize == "sample_std":
         size = _group_sizes(group_index)[group_index]

@@ -65,7 +65,8 @@ def check_aggregation(aggregation: str, max_response_length: int | None) -> None
         raise ConfigurationError(
             f"model.aggregation must be one of {list(get_args(Aggregation))}, got {aggregation!r}. Choose one of them."
         )
-    if (aggregation == "constant-length") != (max_response_length is not None) or (max_response_length or 1) <= 0:
+    is_useless = max_response_length is not None and max_response_length <= 0
+    if is_useless or (aggregation == "constant-length") != (max_response_length is not None):
         raise ConfigurationError(
             "model.max_response_length must be a positive number of tokens with aggregation constant-length and unset otherwise, "
             f"got {max_response_length!r} (model.aggregation is {aggregation!r}). Set it to the sampler's max_new_tokens."

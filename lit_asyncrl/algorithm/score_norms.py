@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from lit_asyncrl.errors import ConfigurationError
 
-import os
-K=float(os.environ.get("K","1"))
 _REMEDY = "Set model.advantage.init_args.score_norm to per_trajectory (any model, slower) or logit_proxy (approximate)."
 
 
@@ -86,11 +84,15 @@ class _Product:
 
     def add_weighted_to(self, total: Tensor, weights: Tensor) -> None:
         """Add sum_b weights[b] * gradient_b to `total` [R, C]."""
-        columns = (self.columns * weights[:, None, None]).flatten(0, 1)
-        if self.is_lookup:
-            total.index_add_(0, self.rows.flatten(), columns)
+        rows, columns = self.rows, self.columns
+        if not self.is_lookup and rows.shape[-1] < columns.shape[-1]:
+            rows = rows * weights[:, None, None]
         else:
-            total.addmm_(self.rows.flatten(0, 1).T, columns)
+            columns = columns * weights[:, None, None]
+        if self.is_lookup:
+            total.index_add_(0, rows.flatten(), columns.flatten(0, 1))
+        else:
+            total.addmm_(rows.flatten(0, 1).T, columns.flatten(0, 1))
 
 
 def _inner(first: _Product, second: _Product) -> Tensor:
@@ -104,7 +106,8 @@ def _inner(first: _Product, second: _Product) -> Tensor:
         return _inner(second, first)
     else:
         rows = first.rows @ second.rows.transpose(1, 2)
-    return (rows * (first.columns @ second.columns.transpose(1, 2))).sum((1, 2), dtype=torch.float64)
+    columns = first.columns @ second.columns.transpose(1, 2)
+    return torch.linalg.vecdot(rows.flatten(1), columns.flatten(1)).double()
 
 
 class BatchedScores:
@@ -162,22 +165,24 @@ class BatchedScores:
         gradients = torch.autograd.grad(total, outputs, allow_unused=True)
         dtype = torch.promote_types(torch.float32, total.dtype)
         with torch.no_grad(), torch.autocast(total.device.type, enabled=False):
-            for (module, inputs, _), gradient in zip(self._calls, gradients, strict=True):
+            for (module, inputs, output), gradient in zip(self._calls, gradients, strict=True):
                 recorder = _recorder_of(module)
                 assert recorder is not None, f"{type(module).__name__} was not refused by check_supported"
                 if gradient is not None:
-                    recorder(self, module, inputs, gradient.to(dtype))
+                    recorder(self, module, inputs, output.detach(), gradient.to(dtype))
             self._calls.clear()
             for parameter in list(self._products):
                 self._materialize_if_small(parameter)
 
     def _materialize_if_small(self, parameter: nn.Parameter) -> None:
         """Replace a matrix's records by its per-trajectory gradients where those are smaller (and less work, then)."""
-        products = self._products[parameter]
-        num_tokens = sum(product.columns.shape[1] for product in products)
-        if parameter.numel() <= K * num_tokens * sum(parameter.shape):
+        if self._is_small(parameter):
             gradients = [product.gradients(parameter.shape) for product in self._products.pop(parameter)]
             self._vectors[parameter] = sum(gradients[1:], gradients[0]).flatten(1)
+
+    def _is_small(self, parameter: nn.Parameter) -> bool:
+        num_tokens = sum(product.columns.shape[1] for product in self._products[parameter])
+        return parameter.numel() <= num_tokens * sum(parameter.shape)
 
     @torch.no_grad()
     def norms_squared(self) -> Tensor:
@@ -209,10 +214,11 @@ class BatchedScores:
         if parameter.requires_grad:
             self._products.setdefault(parameter, []).append(_Product(rows, columns))
 
-    def add_vector(self, parameter: nn.Parameter, gradients: Tensor) -> None:
-        """Keep one use of a vector: per-token gradients [B, ..., n] (n the vector's length)."""
+    def add_vector(self, parameter: nn.Parameter, gradients: Tensor, factor: Tensor | None = None) -> None:
+        """Keep one use of a vector: per-token gradients [B, ..., n] (n the vector's length), times `factor` [n]."""
         if parameter.requires_grad:
             summed = gradients.flatten(1, -2).sum(1)
+            summed = summed if factor is None else summed * factor
             self._vectors[parameter] = self._vectors[parameter] + summed if parameter in self._vectors else summed
 
 
@@ -231,7 +237,7 @@ def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-_Recorder = Callable[[BatchedScores, Any, Tensor, Tensor], None]
+_Recorder = Callable[[BatchedScores, Any, Tensor, Tensor, Tensor], None]
 
 
 def _recorder_of(module: nn.Module) -> _Recorder | None:
@@ -246,31 +252,32 @@ def _recorder_of(module: nn.Module) -> _Recorder | None:
     return _record_norm if is_norm and all(p.dim() == 1 for p in parameters.values()) else None
 
 
-def _record_linear(scores: BatchedScores, module: Any, inputs: Tensor, gradient: Tensor) -> None:
+def _record_linear(scores: BatchedScores, module: Any, inputs: Tensor, output: Tensor, gradient: Tensor) -> None:
     scores.add_product(module.weight, gradient.flatten(1, -2), inputs.to(gradient.dtype).flatten(1, -2))
     if module.bias is not None:
         scores.add_vector(module.bias, gradient)
 
 
-def _record_embedding(scores: BatchedScores, module: Any, ids: Tensor, gradient: Tensor) -> None:
+def _record_embedding(scores: BatchedScores, module: Any, ids: Tensor, output: Tensor, gradient: Tensor) -> None:
     if module.padding_idx is not None:  # that row is never trained
         gradient = gradient.masked_fill((ids == module.padding_idx)[..., None], 0.0)
     scores.add_product(module.weight, ids.flatten(1), gradient.flatten(1, -2))
 
 
-def _record_norm(scores: BatchedScores, module: nn.Module, inputs: Tensor, gradient: Tensor) -> None:
-    # The output is normalized * weight, or normalized * (1 + weight) in Gemma's kind: at the weight that makes the factor 1
-    # the layer itself returns the normalized input, rounded as in its own forward.
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
+def _record_norm(scores: BatchedScores, module: Any, inputs: Tensor, output: Tensor, gradient: Tensor) -> None:
+    # output = normalized * factor + bias, where the factor is the weight, or 1 + weight in Gemma's kind.
     blank = {name: torch.zeros_like(p) for name, p in module.named_parameters(recurse=False)}
     sample = torch.ones_like(inputs.reshape(-1, inputs.shape[-1])[:1])
     sample[..., 0] = -1.0
-    has_unit_offset = bool(torch.func.functional_call(module, blank, (sample,)).any())
-    if not has_unit_offset:
-        blank["weight"] = torch.ones_like(weight)
-    normalized = torch.func.functional_call(module, blank, (inputs,))
-    scores.add_vector(weight, gradient * normalized.to(gradient.dtype))
+    factor = module.weight + 1.0 if torch.func.functional_call(module, blank, (sample,)).any() else module.weight
     bias = getattr(module, "bias", None)
     if bias is not None:
         scores.add_vector(bias, gradient)
+        output = output - bias
+    if factor.all():
+        # One product per token and one quotient per trajectory, instead of normalizing again.
+        scores.add_vector(module.weight, gradient * output.to(gradient.dtype), 1.0 / factor.to(gradient.dtype))
+    else:
+        blank["weight"] = blank["weight"] + 1.0 - (factor - module.weight)
+        normalized = torch.func.functional_call(module, blank, (inputs,))
+        scores.add_vector(module.weight, gradient * normalized.to(gradient.dtype))

@@ -15,14 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from lit_asyncrl.generation.sampling import Restriction, request_uniforms, sample_tokens
 from lit_asyncrl.generation.slot_cache import SlotCache
+from lit_asyncrl.generation.slot_prefill import Prefiller
 from lit_asyncrl.types import Completion, GenerationRequest
-
-PREFILL_TOKENS = 16384
-"""Most tokens, padding included, in one prefill forward: bounds the memory of its activations."""
 
 
 class SlotDecoder:
@@ -42,6 +39,7 @@ class SlotDecoder:
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
         self._cache = SlotCache(num_slots, max_model_len)
+        self._prefiller = Prefiller(model)
         self._waiting: deque[GenerationRequest] = deque()
         self._live: list[GenerationRequest | None] = []  # row -> request; None: a hole until the next step
         self._num_greedy = 0
@@ -81,7 +79,7 @@ class SlotDecoder:
         Args:
             version: `policy_version` of the model's present weights, recorded with each token.
         """
-        self._admit()
+        self._admit(version)
         n = len(self._live)
         if n == 0:
             return []
@@ -142,7 +140,7 @@ class SlotDecoder:
             finish_reason="stop" if ended_by_eos else "length",
         )
 
-    def _admit(self) -> None:
+    def _admit(self, version: int) -> None:
         """Give free rows to waiting requests, lowest row first; close the holes that are left."""
         holes = [row for row, request in enumerate(self._live) if request is None]
         free = holes + list(range(len(self._live), self._num_slots))
@@ -153,10 +151,14 @@ class SlotDecoder:
             for row, request in zip(rows, admitted, strict=True):
                 self._live[row] = request
             self._write_rows(rows, admitted)
-            self._prefill(rows, admitted)
+            self._cache.reserve(len(self._live), max(len(request.prompt_ids) for request in admitted))
+            prefixes = [request.prompt_ids[:-1] for request in admitted]
+            self._prefiller.load(self._cache, rows, prefixes, (request.prompt_ids[:-1] for request in self._waiting), version)
         self._close_holes(holes[len(rows) :])
         if not self._live:
             self._cache.release()
+        if not self._waiting:
+            self._prefiller.release()
 
     def _write_rows(self, rows: list[int], requests: list[GenerationRequest]) -> None:
         samplings = [request.sampling for request in requests]
@@ -184,33 +186,6 @@ class SlotDecoder:
             self._tokens["uniforms"][row, : uniforms.shape[0]] = uniforms
         self._num_greedy += sum(values["greedy"])
         self._num_restricted += sum(sampling.is_restricted for sampling in samplings)
-
-    def _prefill(self, rows: list[int], requests: list[GenerationRequest]) -> None:
-        """Store each prompt but its last token; equal prompts (a group) are computed once."""
-        rows_of: dict[tuple[int, ...], list[int]] = {}
-        for row, request in zip(rows, requests, strict=True):
-            rows_of.setdefault(request.prompt_ids[:-1], []).append(row)
-        rows_of.pop((), None)
-        self._cache.reserve(len(self._live), max(len(request.prompt_ids) for request in requests))
-        batch: list[tuple[int, ...]] = []
-        for prefix in sorted(rows_of, key=len):
-            if batch and len(prefix) * (len(batch) + 1) > PREFILL_TOKENS:
-                self._prefill_batch(batch, rows_of)
-                batch = []
-            batch.append(prefix)
-        if batch:
-            self._prefill_batch(batch, rows_of)
-
-    def _prefill_batch(self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]) -> None:
-        width = max(map(len, prefixes))
-        # Padding on the right: a causal model computes real tokens as if it were not there, and what it leaves in the cache
-        # lies beyond the row's length, where it is masked until overwritten.
-        input_ids = torch.tensor([[*prefix, *[0] * (width - len(prefix))] for prefix in prefixes], device=self._device)
-        cache = DynamicCache()
-        self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        pairs = [(source, row) for source, prefix in enumerate(prefixes) for row in rows_of[prefix]]
-        source, rows = torch.tensor(pairs, device=self._device).unbind(1)
-        self._cache.fill(cache, source, rows)
 
     def _close_holes(self, holes: list[int]) -> None:
         """Move the last live rows into `holes` (ascending) and shorten the live part."""

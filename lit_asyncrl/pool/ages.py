@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +20,14 @@ AgeMeasure = Literal["mean", "oldest"]
 
 @dataclass(frozen=True, slots=True)
 class GroupAges:
-    """Versions of a group's trained tokens, as exact sums: a bound compared in integers cannot be off by a rounding."""
+    """Versions of a group's tokens, as exact sums: a bound compared in integers cannot be off by a rounding.
+
+    `num_sampled` and `newest_version` (-1: nothing) are of all sampled tokens, the rest of trained ones.
+    """
 
     group_id: int
+    num_sampled: int
+    newest_version: int
     num_trained: int
     version_sum: int
     oldest_version: int
@@ -29,9 +35,16 @@ class GroupAges:
     @classmethod
     def of(cls, group: TrajectoryGroup) -> GroupAges:
         """The ages of a group; one without a trained token has none and is never too old."""
-        trained = group.token_versions[group.loss_mask].long()
-        oldest = int(trained.min()) if trained.numel() else 0
-        return cls(group.group_id, trained.numel(), int(trained.sum()), oldest)
+        versions = group.token_versions.numpy()
+        trained = versions[group.loss_mask.numpy()]
+        return cls(
+            group_id=group.group_id,
+            num_sampled=int(np.count_nonzero(versions >= 0)),
+            newest_version=int(versions.max()),
+            num_trained=trained.size,
+            version_sum=int(trained.sum(dtype=np.int64)),
+            oldest_version=int(trained.min()) if trained.size else 0,
+        )
 
     def exceeds(self, max_policy_age: int | None, measure: AgeMeasure, policy_version: int) -> bool:
         """Whether the age is above the bound: mean over trained tokens, or that of the oldest one."""

@@ -86,7 +86,7 @@ class PaceSampler(StalenessSampler):
         self._entries: dict[int, _Entry] = {}  # of slots that were ever ranked
         self._plan: list[int] | None = None  # slots to rank; None: no plan made
         self._budget = 0
-        self._forgetting_of: dict[int, Tensor] = {}  # slot -> [G]
+        self._scored: dict[int, Tensor] = {}  # slot -> forgetting of its members, [G]
 
     def plan(self, storage: Storage, batch_size: int) -> list[int]:
         """Smooth the excess, fix the budget, and name the slots with a prefix if the budget is above 0."""
@@ -95,7 +95,7 @@ class PaceSampler(StalenessSampler):
             len(self._waiting), target, batch_size, self.rejection_ema, self.ema_beta
         )
         self._plan = self.waiting if self._budget else []
-        self._forgetting_of = {}
+        self._scored = {}
         self._read_entries(storage, self._plan)
         return [slot for slot in self._plan if self._entries[slot].has_prefix]
 
@@ -115,7 +115,7 @@ class PaceSampler(StalenessSampler):
             completed.repeat_interleave(torch.tensor(sizes)),
             self.forgetting,
         )
-        self._forgetting_of.update(zip(slots, scores.split(sizes), strict=True))
+        self._scored.update(zip(slots, scores.split(sizes), strict=True))
 
     def _reject(self, storage: Storage, batch_size: int) -> list[int]:
         if self._plan is None:
@@ -126,17 +126,16 @@ class PaceSampler(StalenessSampler):
             return []
         entries = [self._entries[slot] for slot in candidates]
         sizes = torch.tensor([entry.generation.numel() for entry in entries])
-        unknown = torch.full((int(sizes.max()),), torch.nan, dtype=torch.float64)
-        scores = [
-            self._forgetting_of.get(slot, unknown[: entry.generation.numel()])
-            for slot, entry in zip(candidates, entries, strict=True)
-        ]
+        forgetting = torch.full((int(sizes.sum()),), torch.nan, dtype=torch.float64)
+        if self._scored:
+            known = torch.tensor([slot in self._scored for slot in candidates])
+            forgetting[known.repeat_interleave(sizes)] = torch.cat([self._scored[s] for s in candidates if s in self._scored])
         group_index = torch.repeat_interleave(sizes)
         waiting = torch.tensor([self.policy_version - entry.completed_version for entry in entries])
         staleness = effective_staleness(
             waiting[group_index],
             torch.cat([entry.generation for entry in entries]),
-            percentile_scores(torch.cat(scores)),
+            percentile_scores(forgetting),
             self.gamma,
         )
         order = members_to_reject(
@@ -192,4 +191,4 @@ class PaceSampler(StalenessSampler):
     def _empty(self) -> None:
         super()._empty()
         self._entries.clear()
-        self._plan, self._budget, self._forgetting_of = None, 0, {}
+        self._plan, self._budget, self._scored = None, 0, {}

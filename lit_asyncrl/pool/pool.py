@@ -149,13 +149,15 @@ class TrajectoryPool:
         reported these as served.
 
         Raises:
-            PoolError: the group is malformed, a duplicate, or has no reservation. It is recorded as failed and never trained.
+            PoolError: the group is malformed (then it is recorded as failed), a duplicate, or has no reservation. It is not
+                trained.
         """
         fault: PoolError | None = None
         try:
             check_group(group, self._policy_version)
-            group = replace(group, completed_version=max(group.completed_version, int(group.token_versions.max())))
             ages = GroupAges.of(group)
+            if ages.newest_version > group.completed_version:
+                group = replace(group, completed_version=ages.newest_version)
         except PoolError as error:
             fault = error
         with self._changed:
@@ -164,7 +166,7 @@ class TrajectoryPool:
                 self.ledger.move(group.group_id, "scoring")
                 self.ledger.move(group.group_id, "failed", reason="malformed")
                 raise fault
-            self.ledger.move(group.group_id, "waiting", tokens=group.num_sampled_tokens)
+            self.ledger.move(group.group_id, "waiting", tokens=ages.num_sampled)
             if ages.exceeds(self.max_policy_age, self.age_measure, self._policy_version):
                 self._drop(ages, "over_age")
             else:
@@ -195,11 +197,7 @@ class TrajectoryPool:
                 if record is not None and taken_at < policy_version:
                     self._in_training[group_id] = (taken_at, None)
                     self.ledger.move(group_id, "trained")
-            bound = (self.max_policy_age, self.age_measure, policy_version)
-            over_age = [slot for slot, ages in self._waiting.items() if ages.exceeds(*bound)]
-            self.sampler.discard(over_age)
-            for slot in over_age:
-                self._drop(self._waiting.pop(slot), "over_age")
+            self._drop_over_age()
             self._changed.notify_all()
 
     def take(self, policy_version: int, scorer: PrefixScorer | None, timeout_s: float) -> list[TakenGroup]:
@@ -261,6 +259,15 @@ class TrajectoryPool:
                 self._dropped["skipped_update"] += 1
                 self.ledger.move(group_id, "dropped", reason="skipped_update")
             self._changed.notify_all()
+
+    def _drop_over_age(self) -> None:
+        if self.max_policy_age is None:
+            return
+        bound = (self.max_policy_age, self.age_measure, self._policy_version)
+        over_age = [slot for slot, ages in self._waiting.items() if ages.exceeds(*bound)]
+        self.sampler.discard(over_age)
+        for slot in over_age:
+            self._drop(self._waiting.pop(slot), "over_age")
 
     def _wait_for_batch(self, timeout_s: float) -> None:
         places = f"{len(self._waiting)} waiting, {self._reserved} in flight or scoring, {len(self._in_training)} in training"

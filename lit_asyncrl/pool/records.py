@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -55,10 +56,9 @@ class GroupCodec:
         """The TensorDict (batch size []) of a group; shares its tensors."""
         fields: dict[str, Tensor] = {name: getattr(group, name) for name in (*_TOKEN_FIELDS, *_MEMBER_FIELDS)}
         fields["reward_components"] = group.reward_components
-        fields["group_id"] = torch.tensor(group.group_id)
-        fields["completed_version"] = torch.tensor(group.completed_version)
         label = self._label(group.task, tuple(group.reward_names))
-        fields["origin"] = torch.tensor([group.prompt_index, group.epoch, label])
+        header = torch.tensor([group.group_id, group.completed_version, group.prompt_index, group.epoch, label])
+        fields["group_id"], fields["completed_version"], fields["origin"] = header[0], header[1], header[2:]
         return TensorDict(fields)
 
     def decode(self, record: TensorDictBase) -> TrajectoryGroup:
@@ -160,39 +160,41 @@ def check_group(group: TrajectoryGroup, policy_version: int) -> None:
     Raises:
         PoolError: naming the field, what it must be and what it is.
     """
-    for expected, fields in ((group.token_ids.numel(), _TOKEN_FIELDS), (group.lengths.numel(), _MEMBER_FIELDS)):
+    for shape, fields in ((group.token_ids.shape, _TOKEN_FIELDS), (group.lengths.shape, _MEMBER_FIELDS)):
         for name, dtype in fields.items():
             value = getattr(group, name)
-            if value.dtype != dtype or value.shape != (expected,):
-                raise _malformed(group, name, f"be {dtype} [{expected}]", f"{value.dtype} {list(value.shape)}")
+            if value.dtype != dtype or value.shape != shape or len(shape) != 1:
+                raise _malformed(group, name, f"be {dtype} [{shape.numel()}]", f"{value.dtype} {list(value.shape)}")
     _check_members(group)
-    versions, sampled = group.token_versions, group.token_versions >= 0
+    # NumPy views: on arrays this small its calls cost a third of torch's.
+    versions, trained = group.token_versions.numpy(), group.loss_mask.numpy()
     newest = int(versions.max())
     if newest > policy_version or group.completed_version > policy_version:
         got = f"token version {newest}, completed_version {group.completed_version}"
         raise _malformed(group, "token_versions", f"be at most the trainer's version {policy_version}", got)
-    if not bool(torch.isfinite(group.behavior_logprobs).all()):
-        bad = ~torch.isfinite(group.behavior_logprobs)
-        raise _malformed(group, "behavior_logprobs", "be finite", f"{group.behavior_logprobs[bad][0].item()}")
-    if bool((group.loss_mask & ~sampled).any()):
+    logprobs = group.behavior_logprobs.numpy()
+    if not np.isfinite(logprobs).all():
+        raise _malformed(group, "behavior_logprobs", "be finite", f"{logprobs[~np.isfinite(logprobs)][0]}")
+    if (trained & (versions < 0)).any():
         raise _malformed(group, "loss_mask", "mark only tokens that the engine sampled", "a trained token of version -1")
-    starts = group.lengths.cumsum(0) - group.lengths
-    if bool(group.loss_mask[starts].any()):
+    lengths = group.lengths.numpy()
+    if trained[lengths.cumsum() - lengths].any():
         raise _malformed(group, "loss_mask", "leave a trajectory's first token untrained", "a trained first token")
 
 
 def _check_members(group: TrajectoryGroup) -> None:
     """The fields with one entry per member."""
-    if group.group_size < 1 or bool((group.lengths < 1).any()):
-        raise _malformed(group, "lengths", "hold at least one member, each of at least one token", f"{group.lengths.tolist()}")
-    if int(group.lengths.sum()) != group.token_ids.numel():
-        total = f"{int(group.lengths.sum())} for {group.token_ids.numel()} tokens"
+    lengths = group.lengths.numpy()
+    if lengths.size < 1 or (lengths < 1).any():
+        raise _malformed(group, "lengths", "hold at least one member, each of at least one token", f"{lengths.tolist()}")
+    if lengths.sum() != group.token_ids.numel():
+        total = f"{lengths.sum()} for {group.token_ids.numel()} tokens"
         raise _malformed(group, "lengths", "add up to the number of tokens", total)
-    shape = (group.group_size, len(group.reward_names))
+    shape = (lengths.size, len(group.reward_names))
     if group.reward_components.dtype != torch.float32 or group.reward_components.shape != shape:
         got = f"{group.reward_components.dtype} {list(group.reward_components.shape)}"
         raise _malformed(group, "reward_components", f"be torch.float32 {list(shape)}", got)
-    if not bool(torch.isfinite(group.rewards).all()):
+    if not np.isfinite(group.rewards.numpy()).all():
         raise _malformed(group, "rewards", "be finite", f"{group.rewards.tolist()}")
 
 

@@ -8,6 +8,7 @@ Works in any `torchrl.data.ReplayBuffer` whose writer is `FreeSlotWriter`:
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ class StalenessSampler(Sampler):
         rejected = self._reject(storage, batch_size)
         self.discard(rejected)
         self.groups_rejected += len(rejected)
-        taken = [slot for slot, _ in zip(self._waiting, range(batch_size), strict=False)]
+        taken = list(itertools.islice(self._waiting, batch_size))
         self.discard(taken)
         return torch.tensor(taken, dtype=torch.int64), {"rejected": torch.tensor(rejected, dtype=torch.int64)}
 

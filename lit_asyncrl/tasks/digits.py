@@ -41,7 +41,8 @@ class _DigitTask(ProceduralTask):
         """Draw a prompt and the digits to answer."""
         length = rng.randint(self._min_digits, self._max_digits)
         digits = "".join(rng.choices("0123456789", k=length))
-        return f"{self._tag}{digits}=", self.solve(digits)
+        # Aligned at its end, so that what is to be learned is the same for every length.
+        return f"{self._tag}{digits:>{self._max_digits}}=", self.solve(digits)
 
     def solve(self, digits: str) -> str:
         """Compute the answer to a string of digits."""
@@ -49,7 +50,7 @@ class _DigitTask(ProceduralTask):
 
 
 class ReverseDigits(_DigitTask):
-    """Reverse a string of digits: prompt `r4071=`, answer `1704`.
+    """Reverse a string of digits: prompt `r4071=`, answer `1704`. Shorter strings are padded with spaces: `r  71=`.
 
     Args:
         min_digits: shortest string; at least 2.
@@ -70,7 +71,7 @@ class ReverseDigits(_DigitTask):
 
 
 class SortDigits(_DigitTask):
-    """Sort a string of digits in rising order: prompt `s4071=`, answer `0147`.
+    """Sort a string of digits in rising order: prompt `s4071=`, answer `0147`. Shorter ones are padded with spaces: `s  71=`.
 
     Args:
         min_digits: shortest string; at least 2.

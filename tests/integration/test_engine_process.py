@@ -100,7 +100,7 @@ def test_an_update_is_proved_by_the_logprobs_of_the_new_weights(shared_engine: H
 
 def test_a_refused_update_leaves_the_engine_serving(shared_engine: HFEngine, model: Any):
     shared_engine.begin_update(6, {"nonsense": torch.zeros(3)})
-    with pytest.raises(WeightSyncError, match="version 6.*unknown \\['nonsense'\\]"):
+    with pytest.raises(WeightSyncError, match=r"version 6.*unknown \['nonsense'\]"):
         shared_engine.finish_update(10.0)
     shared_engine.begin_update(7, named_weights(model))
     assert shared_engine.finish_update(10.0).version == 7
@@ -108,7 +108,7 @@ def test_a_refused_update_leaves_the_engine_serving(shared_engine: HFEngine, mod
 
 def test_evaluation_goes_on_while_training_is_paused(shared_engine: HFEngine):
     shared_engine.pause()
-    shared_engine.submit(_requests(3) + [GenerationRequest(9, (5,), SamplingParams(top_k=2), 0, "evaluation")])
+    shared_engine.submit([*_requests(3), GenerationRequest(9, (5,), SamplingParams(top_k=2), 0, "evaluation")])
     assert len(_drain(shared_engine.evaluation_completions, 1)) == 1
     assert shared_engine.completions(0.05) == []
     shared_engine.resume()
@@ -153,7 +153,7 @@ def test_a_stopped_process_makes_the_delivery_time_out_and_is_ended_by_stop(engi
     worker = _workers()[-1]
     worker.suspend()
     engine.begin_update(1, named_weights(model))
-    with pytest.raises(WeightSyncError, match="version 1 within 0.2 s"):
+    with pytest.raises(WeightSyncError, match=r"version 1 within 0\.2 s"):
         engine.finish_update(0.2)
     with pytest.raises(WeightSyncError, match="version 1 was not answered"):
         engine.begin_update(2, named_weights(model))

@@ -135,7 +135,9 @@ def test_every_token_carries_the_version_of_the_step_that_sampled_it(model: Any)
 
 def test_equal_prompts_are_prefilled_once(model: Any):
     shapes: list[tuple[int, ...]] = []
-    hook = model.register_forward_pre_hook(lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
     try:
         decoder = _decoder(model)
         decoder.submit([GenerationRequest(i, (5, 6, 7), SamplingParams(max_new_tokens=4), seed=i) for i in range(4)])

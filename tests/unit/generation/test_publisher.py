@@ -111,7 +111,7 @@ def test_a_delivery_that_is_acknowledged_but_not_written_is_caught(make_publishe
     begin_update = engine.begin_update
     monkeypatch.setattr(engine, "begin_update", lambda version, weights: begin_update(version, stale))
     _publish(publisher, 0)
-    with pytest.raises(WeightSyncError, match="version 1.*differ by 1 at token 1"):
+    with pytest.raises(WeightSyncError, match=r"version 1.*differ by 1 at token 1"):
         _publish(publisher, 1)
     assert publisher.served_version == 0
     assert isinstance(supervisor.failure, WeightSyncError)

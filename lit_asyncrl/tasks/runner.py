@@ -1,0 +1,156 @@
+"""RewardRunner: calls reward functions in a thread of its own, with a bounded wait and one policy for what goes wrong."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from lit_asyncrl.errors import ConfigurationError, RewardError
+from lit_asyncrl.interfaces import Task
+from lit_asyncrl.supervisor import POLL_S, Supervisor
+from lit_asyncrl.types import Example
+
+MAX_HUNG_THREADS = 4
+"""Threads left behind in rewards that never return; one more ends the run even with `on_error="skip"`."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """One group to score. The thread fills `values` or `error`, then sets `done`."""
+
+    task: Task
+    completions: Sequence[str]
+    example: Example
+    values: list[list[float]] = field(default_factory=list)
+    error: RewardError | None = None
+    at: tuple[str, int] = ("", 0)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        try:
+            for position, completion in enumerate(self.completions):
+                row = []
+                for reward in self.task.rewards:
+                    self.at = (reward.name, position)
+                    row.append(self._number(reward(completion, self.example)))
+                self.values.append(row)
+        except BaseException as error:  # noqa: BLE001 - raised again, with its cause, where the score is waited for
+            self.error = RewardError(f"{self.where()} raised {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+        finally:
+            self.done.set()
+
+    def where(self) -> str:
+        name, position = self.at
+        return f"reward {name!r} of task {self.example.task!r} (example {self.example.index}, response {position})"
+
+    @staticmethod
+    def _number(value: Any) -> float:
+        # float() would also take the text "1", which more likely is a mistake.
+        if isinstance(value, (str, bytes)) or not math.isfinite(number := float(value)):
+            raise ValueError(f"a reward must be a finite number, got {value!r}")
+        return number
+
+
+class RewardRunner:
+    """Scores the responses of one prompt together, so that a fast reward costs one hand-over per group.
+
+    Safe to call from several threads; their groups are scored one after the other.
+
+    Args:
+        timeout_s: seconds for scoring one group.
+        on_error: `raise` a `RewardError`, or `skip` the group and count it.
+        supervisor: polled while waiting, so that a fault elsewhere or a stop request ends the wait.
+
+    Attributes:
+        num_failed: groups skipped so far.
+    """
+
+    def __init__(
+        self, timeout_s: float = 10.0, on_error: Literal["raise", "skip"] = "raise", supervisor: Supervisor | None = None
+    ) -> None:
+        if not timeout_s > 0:
+            raise ConfigurationError(f"reward_timeout_s must be above 0, got {timeout_s}.")
+        self.num_failed = 0
+        self._timeout_s = timeout_s
+        self._on_error = on_error
+        self._supervisor = supervisor
+        self._lock = threading.Lock()
+        self._inbox: SimpleQueue[_Job | None] | None = None
+        self._hung = 0
+
+    def score(self, task: Task, completions: Sequence[str], example: Example) -> list[list[float]] | None:
+        """Score one group.
+
+        Args:
+            task: gives the reward functions.
+            completions: G decoded responses.
+            example: what they answer.
+
+        Returns:
+            G lists of R unweighted values in the order of `task.rewards`; None if the group failed and failures are skipped.
+
+        Raises:
+            RewardError: a reward raised, returned something else than a finite number, or took too long.
+            StopRequested: the run was asked to stop meanwhile.
+        """
+        with self._lock:
+            job = _Job(task, completions, example)
+            if self._inbox is None:
+                self._inbox = _start_thread()
+            self._inbox.put(job)
+            error = job.error if self._wait(job) else self._abandon(job)
+            if error is None:
+                return job.values
+            if self._on_error == "raise" or self._hung > MAX_HUNG_THREADS:
+                raise error
+            self.num_failed += 1
+            if self.num_failed == 1:
+                warnings.warn(f"A group is left out, and counted with those to come: {error}", stacklevel=2)
+            return None
+
+    def close(self) -> None:
+        """End the thread; a thread that hangs in a reward dies with the process."""
+        with self._lock:
+            if self._inbox is not None:
+                self._inbox.put(None)
+                self._inbox = None
+
+    def _wait(self, job: _Job) -> bool:
+        """Whether the job ended in time."""
+        deadline = time.monotonic() + self._timeout_s
+        while not job.done.wait(max(0.0, min(POLL_S, deadline - time.monotonic()))):
+            if self._supervisor is not None:
+                self._supervisor.raise_if_stopping()
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def _abandon(self, job: _Job) -> RewardError:
+        """Leave the thread to its fate; the next group gets another one."""
+        assert self._inbox is not None
+        self._inbox.put(None)  # should it ever return, it ends
+        self._inbox = None
+        self._hung += 1
+        return RewardError(
+            f"data.reward_timeout_s must suffice for a group of {len(job.completions)} responses, got {self._timeout_s:g} s, "
+            f"used up in {job.where()}. Make the reward faster, raise the timeout, or set data.on_reward_error: skip."
+        )
+
+
+def _start_thread() -> SimpleQueue[_Job | None]:
+    """A daemon thread that runs jobs until it is sent None."""
+    inbox: SimpleQueue[_Job | None] = SimpleQueue()
+
+    def loop() -> None:
+        while (job := inbox.get()) is not None:
+            job.run()
+
+    threading.Thread(target=loop, name="reward", daemon=True).start()
+    return inbox

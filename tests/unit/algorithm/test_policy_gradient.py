@@ -1,0 +1,266 @@
+"""The estimator on a real tiny model: its gradient by brute force, its invariances, and what it refuses."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from algorithm_cases import gradient_of, make_batch, make_model
+from torch import Tensor, nn
+
+from lit_asyncrl.algorithm.advantages import OPOB, GroupMean, LeaveOneOut
+from lit_asyncrl.algorithm.estimator import MicroBatchStats, PolicyGradient
+from lit_asyncrl.algorithm.logprobs import token_logprobs
+from lit_asyncrl.algorithm.losses import GMCGRPO, TICGRPO, PPOClip, Reinforce, SequenceTIS, TokenTIS
+from lit_asyncrl.errors import ConfigurationError
+from lit_asyncrl.interfaces import Advantage, Objective
+from lit_asyncrl.types import MicroBatch
+
+METHODS = {
+    "vcpo exact": (SequenceTIS(), OPOB("batched")),
+    "vcpo one by one": (SequenceTIS(), OPOB("per_trajectory")),
+    "vcpo proxy": (SequenceTIS(), OPOB("logit_proxy")),
+    "vcpo released": (SequenceTIS(), OPOB("batched", "released", True, "none")),
+    "grpo": (PPOClip(), GroupMean("sample_std")),
+    "token tis": (TokenTIS(), GroupMean("none")),
+    "rloo": (Reinforce(), LeaveOneOut()),
+    "gmc": (GMCGRPO(), OPOB("batched")),
+    "tic": (TICGRPO(), OPOB("per_trajectory")),
+}
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> PolicyGradient:
+    return PolicyGradient(*METHODS[request.param])
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return make_model("tied qwen3", torch.float64)
+
+
+def run(
+    method: PolicyGradient, model: nn.Module, batches: Sequence[MicroBatch], zero_grad: bool = True
+) -> tuple[Tensor, list[MicroBatchStats]]:
+    """Gradient and statistics of a batch made of these micro-batches."""
+    if zero_grad:
+        model.zero_grad()
+    num_trajectories = sum(int(b.loss_mask.any(-1).sum()) for b in batches)
+    num_trained_tokens = sum(int(b.loss_mask.sum()) for b in batches)
+    stats = [
+        method.accumulate(
+            model,
+            b,
+            num_trajectories=num_trajectories,
+            num_trained_tokens=num_trained_tokens,
+            backward=lambda loss: loss.backward(),
+        )
+        for b in batches
+    ]
+    return gradient_of(model), stats
+
+
+def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
+    names = "input_ids attention_mask loss_mask behavior_logprobs token_versions rewards group_index".split()
+    return replace(batch, **{name: getattr(batch, name)[rows] for name in names})
+
+
+def assert_same(first: Tensor, second: Tensor) -> None:
+    assert float((first - second).norm() / second.norm()) < 1e-10
+
+
+def test_gradient_is_the_weighted_sum_of_scores(method: PolicyGradient, model: nn.Module) -> None:
+    batch = make_batch()
+    gradient, (stats,) = run(method, model, [batch])
+    logprobs = token_logprobs(model, batch).logprobs
+    log_ratio = (logprobs.detach() - batch.behavior_logprobs).masked_fill(~batch.loss_mask, 0.0)
+    omega = method.objective.coefficients(log_ratio, batch.loss_mask, stats.advantages, batch.group_index)
+    lengths = batch.loss_mask.sum(-1, keepdim=True)
+    loss = -(omega * stats.advantages[:, None] * logprobs / lengths / len(lengths))[batch.loss_mask].sum()
+    model.zero_grad()
+    loss.backward()
+    assert_same(gradient, gradient_of(model))
+    assert stats.loss == pytest.approx(float(loss), rel=1e-9)
+
+
+@pytest.mark.parametrize("score_norm", ["batched", "per_trajectory"])
+def test_exact_optimal_baseline_uses_the_true_score_norms(score_norm: str, model: nn.Module) -> None:
+    batch = make_batch()
+    _, (stats,) = run(PolicyGradient(SequenceTIS(), OPOB(score_norm)), model, [batch])  # type: ignore[arg-type]
+    sums = token_logprobs(model, batch).logprobs.masked_fill(~batch.loss_mask, 0.0).sum(-1)
+    norms = []
+    for value in sums:
+        norms.append(sum(g.square().sum() for g in torch.autograd.grad(value, list(model.parameters()), retain_graph=True)))
+    weights = (2 * (sums.detach() - batch.behavior_logprobs.masked_fill(~batch.loss_mask, 0.0).sum(-1))).exp() * torch.stack(
+        norms
+    )
+    for group in range(3):
+        members = batch.group_index == group
+        expected = (weights * batch.rewards)[members].sum() / weights[members].sum()
+        assert stats.baselines is not None
+        assert stats.baselines[members].tolist() == pytest.approx([float(expected)] * 4, rel=1e-9)
+
+
+def test_padding_changes_nothing(method: PolicyGradient, model: nn.Module) -> None:
+    batch = make_batch()
+
+    def wider(x: Tensor, value: float) -> Tensor:
+        return torch.cat([x, torch.full((len(x), 5), value, dtype=x.dtype)], dim=1)
+
+    padded = replace(
+        batch,
+        input_ids=wider(batch.input_ids, 7),
+        attention_mask=wider(batch.attention_mask, False),
+        loss_mask=wider(batch.loss_mask, False),
+        behavior_logprobs=wider(batch.behavior_logprobs, 0.0),
+        token_versions=wider(batch.token_versions, -1),
+    )
+    assert_same(run(method, model, [padded])[0], run(method, model, [batch])[0])
+
+
+def test_poisoned_masked_slots_change_nothing(method: PolicyGradient, model: nn.Module) -> None:
+    batch = make_batch()
+    poisoned = replace(
+        batch,
+        input_ids=torch.where(batch.attention_mask, batch.input_ids, 11),
+        behavior_logprobs=torch.where(batch.loss_mask, batch.behavior_logprobs, torch.nan),
+    )
+    expected, (clean,) = run(method, model, [batch])
+    gradient, (stats,) = run(method, model, [poisoned])
+    assert_same(gradient, expected)
+    for name in ("loss", "log_ratio_sum", "k3_sum", "entropy_sum", "num_clipped"):
+        assert getattr(stats, name) == pytest.approx(getattr(clean, name), rel=1e-12), name
+
+
+def test_the_order_of_trajectories_changes_nothing(method: PolicyGradient, model: nn.Module) -> None:
+    batch = make_batch()
+    assert_same(run(method, model, [take(batch, torch.randperm(12))])[0], run(method, model, [batch])[0])
+
+
+def test_the_names_of_groups_change_nothing(method: PolicyGradient, model: nn.Module) -> None:
+    batch = make_batch()
+    renamed = replace(batch, group_index=torch.tensor([2, 0, 1])[batch.group_index])
+    assert_same(run(method, model, [renamed])[0], run(method, model, [batch])[0])
+
+
+@pytest.mark.parametrize("aggregation", ["sequence-mean-token-mean", "token-mean", "sequence-mean-token-sum", "constant-length"])
+def test_the_split_into_micro_batches_changes_nothing(aggregation, model: nn.Module) -> None:  # type: ignore[no-untyped-def]
+    batch = make_batch()
+    parts = []
+    for groups in ([0], [1, 2]):
+        part = take(batch, torch.isin(batch.group_index, torch.tensor(groups)))
+        parts.append(replace(part, group_index=part.group_index - groups[0]))
+    for objective, advantage in METHODS.values():
+        method = PolicyGradient(objective, advantage, aggregation, 9 if aggregation == "constant-length" else None)
+        gradient, stats = run(method, model, parts)
+        expected, (whole,) = run(method, model, [batch])
+        assert_same(gradient, expected)
+        assert sum(s.loss for s in stats) == pytest.approx(whole.loss, rel=1e-9)
+        assert torch.cat([s.log_weights_B for s in stats]).tolist() == pytest.approx(whole.log_weights_B.tolist())
+
+
+def test_trajectories_without_trained_tokens_contribute_nothing(method: PolicyGradient, model: nn.Module) -> None:
+    batch = make_batch()
+    batch.loss_mask[[1, 6]] = False
+    kept = torch.tensor([0, 2, 3, 4, 5, 7, 8, 9, 10, 11])
+    gradient, (stats,) = run(method, model, [batch])
+    assert_same(gradient, run(method, model, [take(batch, kept)])[0])
+    assert stats.rows.tolist() == kept.tolist()
+    assert len(stats.log_weights_B) == len(stats.advantages) == 10
+
+
+def test_a_micro_batch_without_trained_tokens_leaves_the_gradient_alone(method: PolicyGradient, model: nn.Module) -> None:
+    batch = make_batch()
+    nothing = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+
+    def forbidden(loss: Tensor) -> None:
+        raise AssertionError("backward was called")
+
+    model.zero_grad()
+    stats = method.accumulate(model, nothing, num_trajectories=1, num_trained_tokens=1, backward=forbidden)
+    assert all(p.grad is None for p in model.parameters())
+    assert len(stats.log_weights_B) == stats.num_tokens == 0
+
+
+def test_gradients_accumulate_over_calls(method: PolicyGradient, model: nn.Module) -> None:
+    batch = make_batch()
+    once = run(method, model, [batch])[0].clone()
+    assert_same(run(method, model, [batch], zero_grad=False)[0], 2 * once)
+
+
+@pytest.mark.parametrize("shift", [300.0, -300.0])
+def test_log_weights_of_hundreds_of_nats_give_a_finite_gradient(method: PolicyGradient, model: nn.Module, shift: float) -> None:
+    batch = make_batch()
+    batch.behavior_logprobs[::2] += shift * batch.loss_mask[::2]
+    gradient, (stats,) = run(method, model, [batch])
+    assert gradient.isfinite().all()
+    assert float(stats.log_weights_B.abs().max()) > 700
+    assert stats.advantages.isfinite().all()
+
+
+def test_on_policy_weights_are_those_of_no_correction(model: nn.Module) -> None:
+    batch = make_batch()
+    with torch.no_grad():
+        batch.behavior_logprobs = token_logprobs(model, batch).logprobs
+    plain, (stats,) = run(PolicyGradient(Reinforce(), GroupMean()), model, [batch])
+    for objective in (SequenceTIS(), TokenTIS(), PPOClip(), GMCGRPO(), TICGRPO()):
+        assert_same(run(PolicyGradient(objective, GroupMean()), model, [batch])[0], plain)
+    assert stats.k3_sum == 0
+    assert stats.log_weights_B.tolist() == [0] * 12
+
+
+def test_clipped_tokens_are_counted(model: nn.Module) -> None:
+    batch = make_batch()
+    with torch.no_grad():
+        logprobs = token_logprobs(model, batch).logprobs
+    batch.behavior_logprobs = logprobs.clone()
+    first, second = batch.loss_mask[0].nonzero().squeeze(-1)[:2].tolist()
+    batch.behavior_logprobs[0, first] -= 1.0  # ratio e > 2
+    batch.behavior_logprobs[0, second] -= 0.5  # ratio 1.65 < 2
+    _, (token,) = run(PolicyGradient(TokenTIS(2.0), GroupMean()), model, [batch])
+    _, (sequence,) = run(PolicyGradient(SequenceTIS(2.0), GroupMean()), model, [batch])
+    _, (none,) = run(PolicyGradient(Reinforce(), GroupMean()), model, [batch])
+    assert (token.num_clipped, sequence.num_clipped, none.num_clipped) == (1, int(batch.loss_mask[0].sum()), 0)
+    assert token.log_ratio_sum == pytest.approx(1.5)
+
+
+class AdvantageSigned(Objective):
+    """A trajectory weight that looks at the sign of the advantage."""
+
+    trajectory_level = True
+
+    def coefficients(self, log_ratio: Tensor, loss_mask: Tensor, advantages: Tensor, group_index: Tensor) -> Tensor:
+        return torch.where(advantages > 0, 1.0, 0.5)[:, None].expand_as(log_ratio)
+
+
+def test_weights_may_depend_on_the_advantage_where_norms_are_batched_only(model: nn.Module) -> None:
+    batch = make_batch()
+    run(PolicyGradient(AdvantageSigned(), OPOB("batched")), model, [batch])
+    with pytest.raises(ConfigurationError, match="must not look at the advantages"):
+        run(PolicyGradient(AdvantageSigned(), OPOB("per_trajectory")), model, [batch])
+
+
+@pytest.mark.parametrize("score_norm", ["batched", "per_trajectory"])
+def test_exact_norms_need_one_weight_per_trajectory(score_norm: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"got TokenTIS .*logit_proxy"):
+        PolicyGradient(TokenTIS(), OPOB(score_norm))  # type: ignore[arg-type]
+
+
+class OwnAdvantage(Advantage):
+    score_norm = "per_trajectory"
+
+    def __call__(self, rewards, group_index, *, lengths, log_weights, score_norms_squared):  # type: ignore[no-untyped-def]
+        return rewards
+
+
+def test_one_by_one_norms_are_for_the_optimal_baseline() -> None:
+    with pytest.raises(ConfigurationError, match="must be OPOB"):
+        PolicyGradient(SequenceTIS(), OwnAdvantage())
+
+
+def test_model_is_checked_for_batched_norms_only() -> None:
+    model = make_model("tied qwen3", torch.float64)
+    model.gradient_checkpointing_enable()
+    PolicyGradient(SequenceTIS(), OPOB("per_trajectory")).check_supported(model)
+    with pytest.raises(ConfigurationError, match="gradient checkpointing"):
+        PolicyGradient(SequenceTIS(), OPOB("batched")).check_supported(model)

@@ -1,0 +1,76 @@
+"""Token log-probs, entropy and energy of a real tiny model against plain log-softmax."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from algorithm_cases import gradient_of, make_batch, make_model
+
+from lit_asyncrl.algorithm import logprobs as logprobs_module
+from lit_asyncrl.algorithm.logprobs import token_logprobs
+
+
+def plain(model, batch, temperature):  # type: ignore[no-untyped-def]
+    """All of it, by the definitions, with an attention mask: [B, T] log-probs, entropy, energy (entry 0 is 0)."""
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits[:, :-1] / temperature
+    logp = logits.log_softmax(-1)
+    p = logp.exp()
+    onehot = torch.nn.functional.one_hot(batch.input_ids[:, 1:], logits.shape[-1])
+    columns = ((logp * onehot).sum(-1), -(p * logp).sum(-1), (onehot - p).square().sum(-1))
+    needed = (batch.token_versions >= 0)[:, 1:]
+    return [torch.nn.functional.pad(x.masked_fill(~needed, 0.0), (1, 0)) for x in columns]
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 22])
+def test_values_and_gradient_equal_the_definition(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs_module, "CHUNK_ELEMENTS", chunk)
+    model, batch = make_model("tied qwen3", torch.float64), make_batch(temperature=0.7)
+    result, expected = token_logprobs(model, batch, need_energy=True), plain(model, batch, 0.7)
+    for ours, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), atol=1e-10, rtol=0)
+    seed = torch.randn_like(expected[0])
+    gradients = []
+    for logp in (result.logprobs, expected[0]):
+        model.zero_grad()
+        (logp * seed).sum().backward()
+        gradients.append(gradient_of(model))
+    torch.testing.assert_close(*gradients, atol=1e-10, rtol=1e-10)
+
+
+def test_energy_is_the_squared_norm_of_the_logit_score() -> None:
+    logits = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log().expand(1, 3, 3)
+    targets = torch.tensor([0, 1, 2])
+    energy = logprobs_module._RowLogprobs.apply(logits, torch.arange(3), targets, 1.0, True)[2]
+    assert energy.tolist() == pytest.approx([0.14, 1.14, 1.34])  # |e_i - p|^2
+
+
+def test_greedy_sampling_is_scored_at_temperature_one() -> None:
+    model = make_model("tied qwen3", torch.float64)
+    scored = [token_logprobs(model, make_batch(temperature=t)).logprobs for t in (0.0, 1.0)]
+    assert torch.equal(*scored)
+
+
+def test_works_without_gradient_and_without_sampled_tokens() -> None:
+    model, batch = make_model("tied qwen3", torch.float32), make_batch(dtype=torch.float32)
+    nothing = torch.zeros_like(batch.loss_mask)
+    with torch.no_grad():
+        result = token_logprobs(model, replace(batch, loss_mask=nothing, token_versions=nothing.int() - 1))
+    assert not result.logprobs.any()
+    assert result.logprobs.dtype == torch.float32
+
+
+def test_log_softmax_is_float32_under_autocast() -> None:
+    model, batch = make_model("tied qwen3", torch.float32), make_batch(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        scored = token_logprobs(model, batch).logprobs
+        scored.sum().backward()
+    assert scored.dtype == torch.float32
+    # bfloat16 has 8 bits: values would otherwise be multiples of 2^-7 from 1 on
+    assert (scored[batch.loss_mask] * 128 % 1 != 0).float().mean() > 0.9
+    torch.testing.assert_close(scored, token_logprobs(model, batch).logprobs, atol=0.2, rtol=0.05)
+
+
+def test_an_impossible_token_elsewhere_does_not_make_entropy_nan() -> None:
+    logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
+    result = logprobs_module._RowLogprobs.apply(logits, torch.tensor([0]), torch.tensor([1]), 1.0, True)
+    assert [float(x) for x in result] == pytest.approx([-0.6931472, 0.6931472, 0.5])
