@@ -35,7 +35,7 @@ from lit_asyncrl.callbacks import AsyncRollout, EssLrScale, RunReport  # noqa: F
 from lit_asyncrl.callbacks.predictions import PredictionWriter
 from lit_asyncrl.callbacks.signals import EXIT_CODES
 from lit_asyncrl.datamodule import RolloutDataModule
-from lit_asyncrl.errors import AsyncRLError, ConfigurationError
+from lit_asyncrl.errors import AsyncRLError, ConfigurationError, StopRequested
 from lit_asyncrl.module import PolicyModule, export_policy
 from lit_asyncrl.strict_yaml import check_yaml_file
 
@@ -197,6 +197,8 @@ def main(args: ArgsType = None) -> None:
     except ConfigurationError as error:
         print(f"lit-asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the command's error output
         raise SystemExit(2) from None
+    except StopRequested as request:  # before training began, or in `predict`
+        raise SystemExit(EXIT_CODES.get(str(request), 1)) from None
     reason = getattr(cli.datamodule, "supervisor", None) and cli.datamodule.supervisor.stop_reason
     if reason in EXIT_CODES:
         raise SystemExit(EXIT_CODES[reason])

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +19,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from lit_asyncrl.errors import ConfigurationError, StopRequested
+from lit_asyncrl.errors import ConfigurationError, StopRequested, WaitTimeoutError
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationSet
 from lit_asyncrl.generation.rollout import RolloutConfig, RolloutWorker, Truncated, ZeroVariance, sample_record
 from lit_asyncrl.interfaces import Task
@@ -40,6 +42,13 @@ MAX_CHECKED_PROMPTS = 20_000
 """Training prompts tokenized and checked before a run starts; beyond, a prompt is checked when it is dispatched."""
 
 PROCEDURAL_CHECKED_PROMPTS = 256
+
+TAKE_SLICE_S = 1.0
+"""How often, in seconds, a wait for a batch looks whether the prompts have ended."""
+
+
+class PromptsExhausted(Exception):  # noqa: N818 - the end of the data, not a fault
+    """The prompt source has ended and the pool holds less than a batch."""
 
 
 class RolloutDataModule(LightningDataModule):
@@ -106,9 +115,10 @@ class RolloutDataModule(LightningDataModule):
         self.max_prompt_epochs = max_prompt_epochs
         self.save_rollouts = save_rollouts
         self.seed = seed
-        self.rollout_config = RolloutConfig(group_size, sampling, truncated, zero_variance)
-        self.scorer = RewardRunner(timeout_s=reward_timeout_s, on_error=on_reward_error)
+        self.rollout_config = RolloutConfig(group_size, sampling, truncated, zero_variance, max(batch_groups, 64))
         self.supervisor = Supervisor()
+        self._make_scorer = partial(RewardRunner, timeout_s=reward_timeout_s, on_error=on_reward_error)
+        self.scorer = self._make_scorer()
         self.worker: RolloutWorker | None = None
         self._restored: dict[str, Any] | None = None
         self._snapshot: tuple[int, dict[str, Any]] | None = None
@@ -152,6 +162,7 @@ class RolloutDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read the task, check prompts and settings against the policy, and make the pool. Nothing is started here."""
         self.supervisor = Supervisor()
+        self.scorer = self._make_scorer(supervisor=self.supervisor)
         self.worker = None
         self._snapshot = None
         tokenizer = self._module.tokenizer
@@ -242,7 +253,7 @@ class RolloutDataModule(LightningDataModule):
         """Wait for a batch of groups, re-scored where the sampler asks for it, and pad it."""
         module = self._module
         with module.times.measure("data_wait"):
-            taken = self.pool.take(module.policy_version, self.score_groups, self.data_timeout_s)
+            taken = self._take(module.policy_version)
         with module.times.measure("collate"):
             batch = collate(
                 taken,
@@ -252,6 +263,26 @@ class RolloutDataModule(LightningDataModule):
             )
             self._attach_samples(batch, taken)
         return batch
+
+    def _take(self, policy_version: int) -> list[TakenGroup]:
+        """`pool.take` in slices, between which the end of the prompts is noticed.
+
+        Raises:
+            PromptsExhausted: no further batch can come.
+        """
+        deadline = time.monotonic() + self.data_timeout_s
+        while True:
+            ended = self.worker is not None and self.worker.exhausted
+            try:
+                return self.pool.take(policy_version, self.score_groups, min(TAKE_SLICE_S, self.data_timeout_s))
+            except WaitTimeoutError as error:
+                if ended:  # seen before the last look into the pool: what was in flight then is in there
+                    raise PromptsExhausted from error
+                if time.monotonic() >= deadline:
+                    raise WaitTimeoutError(
+                        f"data.data_timeout_s must cover the longest wait for a batch, got {self.data_timeout_s} s without one. "
+                        f"{error}"
+                    ) from error
 
     def score_groups(self, groups: Sequence[TrajectoryGroup]) -> list[Tensor]:
         """PACE's `PrefixScorer`: log-probs of whole groups under the current policy."""
@@ -297,7 +328,7 @@ class RolloutDataModule(LightningDataModule):
 
 
 class TrainLoader:
-    """Iterates over training batches; a stop request ends it early, so that the loop can save and leave."""
+    """Iterates over training batches; a stop request or the end of the prompts ends it early, so that the loop can leave."""
 
     def __init__(self, data: RolloutDataModule) -> None:
         self._data = data
@@ -309,7 +340,7 @@ class TrainLoader:
         for _ in range(len(self)):
             try:
                 batch = self._data.take_batch()
-            except StopRequested:
+            except (StopRequested, PromptsExhausted):
                 assert self._data.trainer is not None
                 self._data.trainer.should_stop = True
                 return

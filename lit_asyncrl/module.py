@@ -307,7 +307,8 @@ def export_policy(checkpoint_path: str, output_dir: str, policy_path: str | None
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     if unexpected or set(missing) - tied:
         raise CheckpointError(
-            f"ckpt_path must fit the model in {source!r}, got unexpected tensors {unexpected[:3]} and missing {sorted(missing)[:3]}."
+            f"ckpt_path must fit the model in {source!r}, got unexpected tensors {unexpected[:3]} and missing "
+            f"{sorted(missing)[:3]}."
         )
     model.save_pretrained(output_dir)
     load_tokenizer(source).save_pretrained(output_dir)

@@ -5,7 +5,7 @@
 
     a  asynchronous against synchronous, one core each for engine and trainer, at lengths where both take about as long
     b  embedded engine against `transformers.generate`
-    c  a step with the GRPO objective against TRL's `GRPOTrainer`, two threads each
+    c  a step with the GRPO objective against TRL's `GRPOTrainer`, same number of threads
     d  where a step's time goes
     e  a step with exact OPOB (`batched`) against a plain step
 
@@ -19,6 +19,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -47,6 +48,8 @@ from lit_asyncrl.types import MicroBatch
 BALANCE = 0.15
 """Largest difference between generation and training time, over the longer one, that counts as balanced."""
 MAX_POLICY_AGE = 4
+BUSY_LOAD = 0.7
+"""Load average (1 minute) above which the machine counts as busy."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Setup:
     work_dir: Path
     steps: int
     warmup: int
+    threads: int
     trl_python: str | None
 
     @property
@@ -179,21 +183,23 @@ def bench_generate(setup: Setup) -> list[Line]:
 
 
 def bench_against_trl(setup: Setup) -> list[Line]:
-    """Seconds of a GRPO step of ours over TRL's, same model, prompts and lengths, two threads each."""
+    """Seconds of a GRPO step of ours over TRL's, same model, prompts, lengths and number of threads."""
     if setup.trl_python is None:
         return [Line("skipped", "give --trl-python, see tools/bench_trl.py")]
     shape = Shape()
     trl_s = statistics.median(_trl_steps(setup, shape)[setup.warmup :])
-    inline = _grpo(setup, shape, HFEngine(mode="inline"), max_policy_age=0, trainer_threads=2)
-    apart = _grpo(setup, shape, HFEngine(num_threads=2), max_policy_age=0, trainer_threads=2)
+    threads = setup.threads
+    inline = _grpo(setup, shape, HFEngine(mode="inline"), max_policy_age=0, trainer_threads=threads)
+    apart = _grpo(setup, shape, HFEngine(num_threads=threads), max_policy_age=0, trainer_threads=threads)
     running = _grpo(setup, shape, HFEngine(), max_policy_age=MAX_POLICY_AGE, trainer_threads=1)
     return [
         Line("shape", str(shape)),
-        Line("TRL, 2 threads", f"{trl_s:.3f} s"),
-        Line("synchronous, engine in process, 2 threads", f"{inline.step_s:.3f} s"),
+        Line("threads (asynchronous: one each)", str(threads)),
+        Line("TRL", f"{trl_s:.3f} s"),
+        Line("synchronous, engine in process", f"{inline.step_s:.3f} s"),
         _ratio("synchronous / TRL (stretch 0.60)", inline.step_s / trl_s, 0.75, "low"),
-        Line("synchronous, engine's process, 2 threads each", f"{apart.step_s:.3f} s", apart.step_s / trl_s),
-        Line(f"asynchronous, age <= {MAX_POLICY_AGE}, 1 + 1 threads", f"{running.step_s:.3f} s", running.step_s / trl_s),
+        Line("synchronous, engine in its process", f"{apart.step_s:.3f} s", apart.step_s / trl_s),
+        Line(f"asynchronous, age <= {MAX_POLICY_AGE}", f"{running.step_s:.3f} s", running.step_s / trl_s),
     ]
 
 
@@ -221,7 +227,7 @@ def _trl_steps(setup: Setup, shape: Shape) -> list[float]:
         "group_size": shape.group_size,
         "response_length": shape.response_length,
         "num_steps": num_steps,
-        "num_threads": 2,
+        "num_threads": setup.threads,
         "learning_rate": LEARNING_RATE,
         "output": str(output),
     }
@@ -378,11 +384,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="measured steps (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default: %(default)s)")
     parser.add_argument("--trl-python", help="interpreter of the environment that TRL is in, for part c")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of both sides of part c (default: %(default)s)")
     arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    if load > BUSY_LOAD:
+        print(
+            f"warning: other programs use this machine (load average {load:.1f}): nothing below means anything", file=sys.stderr
+        )
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     missed = False
     with tempfile.TemporaryDirectory() as work_dir:
-        setup = Setup(Path(work_dir), arguments.steps, arguments.warmup, arguments.trl_python)
+        setup = Setup(Path(work_dir), arguments.steps, arguments.warmup, arguments.threads, arguments.trl_python)
         for part in arguments.parts:
             lines = PARTS[part](setup)
             print_table(f"({part}) {PARTS[part].__doc__}", lines)

@@ -4,7 +4,9 @@
 
 Responses end by their own `max_new_tokens` (no end-of-sequence id), so both sides sample exactly the counted tokens; `generate`
 works in batches of the slot count, each until its longest response ends, and what it samples beyond a response's budget does not
-count. The engine also records log-probs and versions; `generate` does not. Runs alternate; the table shows medians.
+count. Prompts come in groups of 8 samples, as in training, which the engine prefills once. It also records log-probs and
+versions; `generate` does not. Runs alternate; the table shows medians, by wall clock and by CPU time of the process (the same on
+an idle machine with one thread; steadier on a busy one).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from lit_asyncrl.types import GenerationRequest, SamplingParams
 
 VOCAB_SIZE = 64
 PROMPT_LENGTH = 12
+GROUP_SIZE = 8
 
 
 def build_model() -> Any:
@@ -48,12 +51,13 @@ def build_model() -> Any:
 
 
 def make_requests(count: int, shortest: int, longest: int) -> list[GenerationRequest]:
-    """Random prompts, budgets uniform in [shortest, longest]."""
+    """Random prompts of `GROUP_SIZE` samples each, budgets uniform in [shortest, longest]."""
     draw = random.Random(0)
+    prompts = [tuple(draw.randrange(1, VOCAB_SIZE) for _ in range(PROMPT_LENGTH)) for _ in range(-(-count // GROUP_SIZE))]
     return [
         GenerationRequest(
             request_id=i,
-            prompt_ids=tuple(draw.randrange(1, VOCAB_SIZE) for _ in range(PROMPT_LENGTH)),
+            prompt_ids=prompts[i // GROUP_SIZE],
             sampling=SamplingParams(max_new_tokens=draw.randint(shortest, longest)),
             seed=i,
         )
@@ -82,11 +86,12 @@ def run_generate(model: Any, requests: list[GenerationRequest], slots: int) -> N
             model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
 
 
-def tokens_per_s(run: Callable[..., None], model: Any, requests: list[GenerationRequest], slots: int) -> float:
-    """Counted tokens over wall time of one run."""
-    started = time.perf_counter()
+def tokens_per_s(run: Callable[..., None], model: Any, requests: list[GenerationRequest], slots: int) -> tuple[float, float]:
+    """Counted tokens over wall time and over CPU time of one run."""
+    wall, cpu = time.perf_counter(), time.process_time()
     run(model, requests, slots)
-    return sum(request.sampling.max_new_tokens for request in requests) / (time.perf_counter() - started)
+    tokens = sum(request.sampling.max_new_tokens for request in requests)
+    return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
 
 
 def main() -> None:
@@ -96,21 +101,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="runs of each side")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args()
+    slots, repeats = arguments.slots, arguments.repeats
     torch.set_num_threads(arguments.threads)
     model = build_model()
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {arguments.slots} slots, {arguments.threads} thread(s)")
-    repeats = arguments.repeats
-    print(f"{'lengths':>10} {'requests':>9} {'engine tok/s':>13} {'generate tok/s':>15} {'ratio':>6}  (medians of {repeats})")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{parameters:,} parameters, {slots} slots, {arguments.threads} thread(s), medians of {repeats} runs")
+    print("| lengths | requests | engine tokens/s | generate tokens/s | ratio | ratio (CPU time) |\n|---|---|---|---|---|---|")
     for shortest, longest in ((32, 32), (8, 64)):
-        requests = make_requests(4 * arguments.slots, shortest, longest)
-        rates: dict[Callable[..., None], list[float]] = {run_engine: [], run_generate: []}
+        requests = make_requests(8 * slots, shortest, longest)
+        rates: dict[Callable[..., None], list[tuple[float, float]]] = {run_engine: [], run_generate: []}
         for run in rates:
-            run(model, requests[: arguments.slots], arguments.slots)  # warm-up
+            run(model, requests[:slots], slots)  # warm-up
         for _ in range(repeats):
             for run, results in rates.items():
-                results.append(tokens_per_s(run, model, requests, arguments.slots))
-        engine, generate = (statistics.median(results) for results in rates.values())
-        print(f"{f'{shortest}-{longest}':>10} {len(requests):>9} {engine:>13,.0f} {generate:>15,.0f} {engine / generate:>6.2f}")
+                results.append(tokens_per_s(run, model, requests, slots))
+        engine, generate = ([statistics.median(column) for column in zip(*results, strict=True)] for results in rates.values())
+        ratios = " | ".join(f"{ours / theirs:.2f}" for ours, theirs in zip(engine, generate, strict=True))
+        print(f"| {shortest}-{longest} | {len(requests)} | {engine[0]:,.0f} | {generate[0]:,.0f} | {ratios} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class OPOB(Advantage):
             truncated = log_w.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).clamp(max=math.log(RELEASED_MAX_WEIGHT))
             logs = logs + 2.0 * truncated
         if self.normalize_by_length:
-            logs = logs - 2.0 * lengths.double().log()
+            logs = logs - 2.0 * lengths.clamp(min=1).double().log()  # length 0 has norm 0: no weight either way
         num_groups = _num_groups(group_index)
         peak = logs.new_full((num_groups,), -torch.inf).scatter_reduce_(0, group_index, logs, "amax")
         without_score = peak.isneginf()[group_index]

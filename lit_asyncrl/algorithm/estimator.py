@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_asyncrl.algorithm.advantages import OPOB
-from lit_asyncrl.algorithm.logprobs import token_logprobs
+from lit_asyncrl.algorithm.logprobs import TokenLogprobs, token_logprobs
 from lit_asyncrl.algorithm.losses import Aggregation, Reinforce, check_aggregation, token_scales
 from lit_asyncrl.algorithm.score_norms import BatchedScores, check_supported, logit_proxy
 from lit_asyncrl.algorithm.weights import k3_sum, log_ratios, sequence_log_weights
@@ -57,8 +57,10 @@ class MicroBatchStats:
 
 @dataclass
 class _Evaluation:
-    """A micro-batch after its forward pass, reduced to trajectories with a trained token."""
+    """A micro-batch after its forward pass, reduced to trajectories with a trained token (`rows` of the `whole`)."""
 
+    whole: MicroBatch
+    rows: Tensor
     batch: MicroBatch
     logprobs: Tensor
     entropy: Tensor
@@ -120,8 +122,8 @@ class PolicyGradient:
     ) -> MicroBatchStats:
         """Add the micro-batch's part of the gradient to the parameters' `.grad`.
 
-        Trajectories without a trained token contribute nothing, to baselines neither; a micro-batch of such alone leaves
-        model and gradients untouched.
+        A trajectory without a trained token has a reward, and therefore a part in the group's mean and deviation, but neither
+        gradient nor weight; a micro-batch of such alone leaves model and gradients untouched.
 
         Args:
             model: Hugging Face causal language model.
@@ -131,9 +133,9 @@ class PolicyGradient:
                 norms `batched`, where the gradient is formed from the layers' records.
         """
         rows = micro_batch.loss_mask.any(-1).nonzero().squeeze(-1)
-        batch = micro_batch if len(rows) == micro_batch.num_trajectories else _select(micro_batch, rows)
         if not len(rows):
             return _no_stats(rows, micro_batch.rewards)
+        batch = micro_batch if len(rows) == micro_batch.num_trajectories else _select(micro_batch, rows)
         scales = token_scales(
             self.aggregation,
             batch.loss_mask.sum(-1),
@@ -142,47 +144,56 @@ class PolicyGradient:
             max_response_length=self.max_response_length,
         )
         if self.advantage.score_norm == "batched":
-            return self._batched(model, batch, rows, scales)
+            return self._batched(model, micro_batch, batch, rows, scales)
         if self.advantage.score_norm == "per_trajectory":
-            return self._per_trajectory(model, batch, rows, scales, backward)
+            return self._per_trajectory(model, micro_batch, batch, rows, scales, backward)
         need_energy = self.advantage.score_norm is not None
         scored = token_logprobs(model, batch, need_energy=need_energy)
-        evaluation = _evaluate(batch, scored.logprobs, scored.entropy)
+        evaluation = _evaluate(micro_batch, rows, batch, scored)
         norms = logit_proxy(scored.energy, batch.loss_mask) if scored.energy is not None else None
         advantages, omega = self._factors(evaluation, norms)
         factors = omega * (scales.to(omega.dtype) * advantages)[:, None]
-        terms = torch.where(batch.loss_mask, factors.masked_fill(~batch.loss_mask, 0.0) * scored.logprobs, 0.0)
-        loss = -terms.sum()
+        loss = -(factors[batch.loss_mask] * scored.logprobs[batch.loss_mask]).sum()
         backward(loss)
-        return self._stats(evaluation, rows, advantages, omega, norms, float(loss.detach()))
+        return self._stats(evaluation, advantages, omega, norms, float(loss.detach()))
 
     def _factors(self, evaluation: _Evaluation, norms: Tensor | None) -> tuple[Tensor, Tensor]:
         """Advantages [N] and weights omega [N, T], detached."""
-        batch = evaluation.batch
+        batch, whole, rows = evaluation.batch, evaluation.whole, evaluation.rows
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_zeros(whole.num_trajectories).index_copy(0, rows, values)
+
         advantages = self.advantage(
-            batch.rewards,
-            batch.group_index,
-            lengths=evaluation.lengths,
-            log_weights=evaluation.log_weights,
-            score_norms_squared=norms,
-        )
+            whole.rewards,
+            whole.group_index,
+            lengths=spread(evaluation.lengths),
+            log_weights=spread(evaluation.log_weights),
+            score_norms_squared=None if norms is None else spread(norms),
+        )[rows]
         omega = self.objective.coefficients(evaluation.log_ratio, batch.loss_mask, advantages, batch.group_index)
         return advantages, omega.detach()
 
-    def _batched(self, model: nn.Module, batch: MicroBatch, rows: Tensor, scales: Tensor) -> MicroBatchStats:
+    def _batched(self, model: nn.Module, whole: MicroBatch, batch: MicroBatch, rows: Tensor, scales: Tensor) -> MicroBatchStats:
         """Exact norms and gradient from one forward and one backward."""
         with BatchedScores(model, batch.num_trajectories) as scores:
             scored = token_logprobs(model, batch)
             scores.backward(scored.logprobs.masked_fill(~batch.loss_mask, 0.0).sum())
-        evaluation = _evaluate(batch, scored.logprobs.detach(), scored.entropy)
+        evaluation = _evaluate(whole, rows, batch, scored)
         norms = scores.norms_squared()
         advantages, omega = self._factors(evaluation, norms)
         factors = scales * _per_trajectory_weight(omega, batch.loss_mask) * advantages
         scores.accumulate(-factors)
-        return self._stats(evaluation, rows, advantages, omega, norms, _loss(evaluation, factors))
+        return self._stats(evaluation, advantages, omega, norms, _loss(evaluation, factors))
 
     def _per_trajectory(
-        self, model: nn.Module, batch: MicroBatch, rows: Tensor, scales: Tensor, backward: Callable[[Tensor], None]
+        self,
+        model: nn.Module,
+        whole: MicroBatch,
+        batch: MicroBatch,
+        rows: Tensor,
+        scales: Tensor,
+        backward: Callable[[Tensor], None],
     ) -> MicroBatchStats:
         """Exact norms from one backward per trajectory, and the gradient from two accumulators per group.
 
@@ -192,12 +203,14 @@ class PolicyGradient:
         assert isinstance(self.advantage, OPOB), "checked by the constructor"
         with torch.no_grad():
             scored = token_logprobs(model, batch)
-        evaluation = _evaluate(batch, scored.logprobs, scored.entropy)
+        evaluation = _evaluate(whole, rows, batch, scored)
         omega = self.objective.coefficients(
             evaluation.log_ratio, batch.loss_mask, torch.zeros_like(batch.rewards), batch.group_index
         )
         weights = (
-            scales * _per_trajectory_weight(omega, batch.loss_mask) * self.advantage.scales(batch.rewards, batch.group_index)
+            scales
+            * _per_trajectory_weight(omega, batch.loss_mask)
+            * self.advantage.scales(whole.rewards, whole.group_index)[rows]
         )
         parameters = [p for p in model.parameters() if p.requires_grad]
         kept = [p.grad for p in parameters]
@@ -223,7 +236,7 @@ class PolicyGradient:
                 f"{type(self.objective).__name__}. Set model.advantage.init_args.score_norm to batched or logit_proxy."
             )
         factors = scales * _per_trajectory_weight(omega, batch.loss_mask) * advantages
-        return self._stats(evaluation, rows, advantages, omega, norms, _loss(evaluation, factors))
+        return self._stats(evaluation, advantages, omega, norms, _loss(evaluation, factors))
 
     def _baselines(self, evaluation: _Evaluation, norms: Tensor, members: Tensor) -> Tensor:
         """OPOB's baseline of the given trajectories' groups."""
@@ -237,8 +250,9 @@ class PolicyGradient:
         )
 
     def _stats(
-        self, evaluation: _Evaluation, rows: Tensor, advantages: Tensor, omega: Tensor, norms: Tensor | None, loss: float
+        self, evaluation: _Evaluation, advantages: Tensor, omega: Tensor, norms: Tensor | None, loss: float
     ) -> MicroBatchStats:
+        rows = evaluation.rows
         mask, log_ratio = evaluation.batch.loss_mask, evaluation.log_ratio
         baselines = None
         if norms is not None and isinstance(self.advantage, OPOB):
@@ -264,26 +278,30 @@ class PolicyGradient:
 
 
 def _select(batch: MicroBatch, rows: Tensor) -> MicroBatch:
-    """The given trajectories of a micro-batch."""
+    """The given trajectories (at least one) of a micro-batch, without padding that none of them needs."""
+    width = int(batch.attention_mask[rows].sum(-1).max())
     return replace(
         batch,
-        input_ids=batch.input_ids[rows],
-        attention_mask=batch.attention_mask[rows],
-        loss_mask=batch.loss_mask[rows],
-        behavior_logprobs=batch.behavior_logprobs[rows],
-        token_versions=batch.token_versions[rows],
+        input_ids=batch.input_ids[rows, :width],
+        attention_mask=batch.attention_mask[rows, :width],
+        loss_mask=batch.loss_mask[rows, :width],
+        behavior_logprobs=batch.behavior_logprobs[rows, :width],
+        token_versions=batch.token_versions[rows, :width],
         rewards=batch.rewards[rows],
         group_index=batch.group_index[rows],
-        logprobs=None if batch.logprobs is None else batch.logprobs[rows],
+        logprobs=None if batch.logprobs is None else batch.logprobs[rows, :width],
     )
 
 
-def _evaluate(batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> _Evaluation:
+def _evaluate(whole: MicroBatch, rows: Tensor, batch: MicroBatch, scored: TokenLogprobs) -> _Evaluation:
+    logprobs = scored.logprobs.detach()
     log_ratio = log_ratios(logprobs, batch.behavior_logprobs, batch.loss_mask)
     return _Evaluation(
+        whole=whole,
+        rows=rows,
         batch=batch,
-        logprobs=logprobs.detach(),
-        entropy=entropy,
+        logprobs=logprobs,
+        entropy=scored.entropy,
         log_ratio=log_ratio,
         log_weights=sequence_log_weights(log_ratio, batch.loss_mask),
         lengths=batch.loss_mask.sum(-1),

@@ -98,8 +98,6 @@ class AsyncRollout(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the engine with the trainer's weights (restored ones when resuming)."""
-        self._signals = SignalHandlers(self.supervisor, on_second=self.kill)
-        self._signals.install()
         self._start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -156,8 +154,15 @@ class AsyncRollout(Callback):
             supervisor=self.supervisor,
         )
         data.worker = self.worker
+        if module.trainer.state.fn != "fit":
+            self._watch_signals()
         self._publish()
         self.publisher.wait_delivered(self.sync_timeout_s)
+
+    def _watch_signals(self) -> None:
+        """Take SIGTERM and SIGINT over: after Lightning did, whose handler would end the loop without a checkpoint."""
+        self._signals = SignalHandlers(self.supervisor, on_second=self.kill)
+        self._signals.install()
 
     def _set_threads(self) -> None:
         threads = self.trainer_threads
@@ -169,6 +174,7 @@ class AsyncRollout(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, then open admission: everything is restored by now."""
+        self._watch_signals()
         if self.evaluate_first and not self._resumed:
             try:
                 self.first_results = self._evaluate_all("val")
@@ -196,15 +202,16 @@ class AsyncRollout(Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop producing; after a signal save what was learnt, otherwise evaluate the result."""
+        """Stop producing and evaluate the result; after a signal save what was learnt instead."""
         self.train_s = time.monotonic() - self.train_started_at
         self.data.pool.close_admission()
-        if self.supervisor.stop_reason is not None:
-            if self.module.policy_version > self._saved_version:
-                trainer.save_checkpoint(os.path.join(checkpoint_dir(trainer), "last.ckpt"))  # noqa: PTH118 - may be a URL
-            return
-        if self.evaluate_last:
-            self.last_results = self._evaluate_all("val")
+        if self.evaluate_last and self.supervisor.stop_reason is None:
+            try:
+                self.last_results = self._evaluate_all("val")
+            except StopRequested:
+                pass
+        if self.supervisor.stop_reason is not None and self.module.policy_version > self._saved_version:
+            trainer.save_checkpoint(os.path.join(checkpoint_dir(trainer), "last.ckpt"))  # noqa: PTH118 - may be a URL
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remember what is saved, so that a signal does not save it again."""

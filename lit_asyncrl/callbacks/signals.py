@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks for a stop at the next step boundary, a second SIGINT leaves at once."""
+"""SIGTERM and SIGINT: the first asks for a stop at the next step boundary, a SIGINT after that leaves at once."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ class SignalHandlers:
             self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Put the previous handlers back."""
+        """Put the previous handlers back, where nobody else has done so already."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if number == signal.SIGINT and self._supervisor.stop_reason == name:
+        if number == signal.SIGINT and self._supervisor.stop_reason in EXIT_CODES:
             self._on_second()
             os._exit(EXIT_CODES[name])
         self._supervisor.request_stop(name)

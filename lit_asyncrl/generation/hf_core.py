@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -64,18 +64,19 @@ class EngineCore:
         self.version = -1
         self.busy_s = 0.0
         self._paused = False
-        self._model: Any = policy.load_model(
+        loaded = policy.load_model(
             settings.policy_path,
             dtype=settings.dtype,
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
-        ).requires_grad_(False)
+        )
+        self._model = cast(Any, loaded.requires_grad_(False))
         if settings.attn_implementation == "sdpa":
             self._model.set_attn_implementation(slot_attention.NAME)
         self.max_model_len = _check_lengths(self._model, settings.max_model_len)
         _check_ids(self._model, settings)
         self._parameters = dict(self._model.named_parameters())
-        self._probe_ids = torch.tensor([settings.probe_ids])
+        self._probe_ids = torch.tensor([settings.probe_ids], device=self._model.device)
         self._decoders = {
             purpose: SlotDecoder(
                 self._model,

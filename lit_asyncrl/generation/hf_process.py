@@ -55,7 +55,7 @@ class ProcessBackend:
             if not self._wait(lambda: self._ready, start_timeout_s):
                 raise EngineError(f"The generation engine must be ready within {start_timeout_s:.0f} s, and was not.")
         except BaseException:
-            self.stop()
+            self.stop()  # also when interrupted from the keyboard
             raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -112,9 +112,11 @@ class ProcessBackend:
 
     def stop(self) -> None:
         """End the process (SIGKILL after a grace), the thread and the descriptors; idempotent."""
-        if self._stopping:
-            return
-        self._stopping = True
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._changed.notify_all()
         with contextlib.suppress(OSError, EngineError):
             self._connection.send(("stop",), 0.1)
         try:
@@ -145,10 +147,10 @@ class ProcessBackend:
             return predicate()
 
     def _raise_if_dead(self) -> None:
-        if self._failure is not None:
-            raise EngineError(self._failure)
         if self._stopping:
             raise EngineError("The generation engine was stopped.")
+        if self._failure is not None:
+            raise EngineError(self._failure)
 
     def _read(self) -> None:
         """Sort incoming messages until the process is gone."""

@@ -36,6 +36,7 @@ class Worker:
     """Message loop around an `EngineCore`."""
 
     def __init__(self, connection: Connection, memfd: int, settings: EngineSettings) -> None:
+        self._parent = os.getppid()
         self._connection = connection
         self._memfd = memfd
         self._core = EngineCore(settings)
@@ -45,7 +46,6 @@ class Worker:
 
     def run(self) -> None:
         """Serve until told to stop. Raises EOFError when the trainer is gone."""
-        parent = os.getppid()
         self._send("ready", self._core.max_model_len)
         while True:
             busy = self._core.has_work
@@ -53,7 +53,7 @@ class Worker:
             message = self._connection.receive(0.0 if busy else IDLE_POLL_S)
             if not busy:
                 self._idle_s += time.perf_counter() - waiting_since
-            if os.getppid() != parent:
+            if os.getppid() != self._parent:
                 raise EOFError("The trainer's process is gone.")
             if message is not None:
                 if message[0] == "stop":

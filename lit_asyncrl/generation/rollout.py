@@ -53,7 +53,7 @@ class RolloutConfig:
     sampling: SamplingParams
     truncated: Truncated = "train"
     zero_variance: ZeroVariance = "keep"
-    max_dispatch_groups: int = 64
+    max_dispatch_groups: int = 1024  # at least batch_groups, so that at age 0 a batch goes out in one message
 
 
 class RolloutWorker:

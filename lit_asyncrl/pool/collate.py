@@ -167,7 +167,7 @@ def _describe(batch: TrainBatch, taken: Sequence[TakenGroup], policy_version: in
 
 
 def _quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:
-    """Linear interpolation between order statistics, as `torch.quantile`, at a fifth of its time for a hundred values."""
+    """Linear interpolation between order statistics (as `torch.quantile`, which is slow on a hundred values)."""
     ordered = values.sort().values.tolist()
     quantiles = []
     for level in levels:

@@ -28,7 +28,7 @@ from lit_asyncrl.supervisor import Supervisor
 from lit_asyncrl.types import TrajectoryGroup
 
 ADMISSION_WAITER = "rollout worker"
-BATCH_WAITER = "trainer"
+BATCH_WAITER = "trainer (batch)"
 """Names under which `Supervisor.waited_s` accounts the two waits of the pool."""
 
 

@@ -163,9 +163,8 @@ class JsonlTask(Task):
         heldout_prompts = {_key(prompt) for prompt, _ in heldout}
         train = [row for row in rows if _key(row[0]) not in heldout_prompts]
         if self._heldout_path is not None and len(train) < len(rows):
-            warnings.warn(
-                f"{len(rows) - len(train)} rows of {self._path} are held out: their prompts occur in {self._heldout_path}."
-            )
+            number = len(rows) - len(train)
+            warnings.warn(f"{number} rows of {self._path} are left out: {self._heldout_path} has their prompts.", stacklevel=2)
         if self.num_bad_rows:
             warnings.warn(f"{self.num_bad_rows} rows of task {self.name} cannot be used and are skipped.", stacklevel=2)
         for split, part in (("training", train), ("held-out", heldout)):

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from lit_asyncrl.errors import ConfigurationError, RewardError
 from lit_asyncrl.interfaces import RewardFn
 from lit_asyncrl.types import Example
 
 START_TIMEOUT_S = 60.0
-"""Extra time for the first request of a process, which loads sympy."""
+"""Seconds for a new process to load sympy."""
 
 
 class MathVerify(RewardFn):
@@ -47,17 +48,13 @@ class MathVerify(RewardFn):
         Raises:
             RewardError: no answer in time, the process died, or math-verify raised.
         """
+        request = {"answer": str(example.answer), "completion": completion, "limit_s": self.timeout_s + 1.0}
         with self._lock:
-            fresh = self._process is None or self._process.poll() is not None
-            process = self._start() if fresh else self._process
-            assert process is not None
-            limit_s = self.timeout_s + (START_TIMEOUT_S if fresh else 0.0)
-            request = {"answer": str(example.answer), "completion": completion, "limit_s": limit_s + 1.0}
             try:
-                reply = _exchange(process, json.dumps(request).encode() + b"\n", limit_s)
+                reply = _exchange(self._running(), json.dumps(request).encode() + b"\n", self.timeout_s)
             except (OSError, TimeoutError) as error:
                 self._kill()
-                raise RewardError(f"math-verify must answer within {limit_s:g} s, got none ({error}).") from error
+                raise RewardError(f"math-verify must answer within {self.timeout_s:g} s, got no answer ({error}).") from error
         if "error" in reply:
             raise RewardError(f"math-verify raised {reply['error']}.")
         return float(reply["score"])
@@ -67,13 +64,17 @@ class MathVerify(RewardFn):
         with self._lock:
             self._kill()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._kill()
-        worker = Path(__file__).with_name("reward_worker.py")
-        # A session of its own keeps the terminal's Ctrl-C away; -P keeps this folder's modules from shadowing others.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        )
+    def _running(self) -> subprocess.Popen[bytes]:
+        """The process, started if there is none."""
+        if self._process is None or self._process.poll() is not None:
+            self._kill()
+            worker = Path(__file__).with_name("reward_worker.py")
+            # A session of its own keeps the terminal's Ctrl-C away; -P keeps this folder's modules from shadowing others.
+            command = [sys.executable, "-P", str(worker)]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            )
+            _exchange(self._process, b"", START_TIMEOUT_S)
         return self._process
 
     def _kill(self) -> None:
@@ -87,8 +88,8 @@ class MathVerify(RewardFn):
                 pipe.close()
 
 
-def _exchange(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> dict[str, float | str]:
-    """Send one line and read one, both within `timeout_s` seconds."""
+def _exchange(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> dict[str, Any]:
+    """Send a line (or nothing) and read one, both within `timeout_s` seconds."""
     assert process.stdin is not None and process.stdout is not None
     deadline = time.monotonic() + timeout_s
     to_worker, from_worker = process.stdin.fileno(), process.stdout.fileno()
@@ -105,5 +106,5 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes, timeout_s: float
         if not chunk:
             raise BrokenPipeError("it ended")
         reply += chunk
-    answer: dict[str, float | str] = json.loads(reply)
+    answer: dict[str, Any] = json.loads(reply)
     return answer

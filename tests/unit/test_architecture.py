@@ -106,7 +106,17 @@ def test_nothing_evaluates_text_as_code():
 
 
 def test_the_algorithm_package_needs_torch_alone():
-    blocked = ("lightning", "pytorch_lightning", "torchrl", "tensordict", "transformers", "jsonargparse", "yaml", "psutil", "rich")
+    blocked = (
+        "lightning",
+        "pytorch_lightning",
+        "torchrl",
+        "tensordict",
+        "transformers",
+        "jsonargparse",
+        "yaml",
+        "psutil",
+        "rich",
+    )
     names = [f"{PACKAGE}.algorithm.{path.stem}" for path in (ROOT / "algorithm").glob("*.py") if path.stem != "__init__"]
     program = f"""
 import importlib, sys

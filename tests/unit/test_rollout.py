@@ -66,9 +66,7 @@ class Run:
 
     def __init__(self, respond=answer, *, prompts=None, scorer=None, engine=None, **config) -> None:
         self.supervisor = Supervisor()
-        self.pool = TrajectoryPool(
-            batch_groups=BATCH_GROUPS, sampler=FifoSampler(), max_policy_age=4, supervisor=self.supervisor
-        )
+        self.pool = TrajectoryPool(batch_groups=BATCH_GROUPS, sampler=FifoSampler(), max_policy_age=4, supervisor=self.supervisor)
         self.engine = engine or ScriptedEngine(respond)
         task = ReverseDigits(name="toy", rewards=[FirstNumber()])
         self.worker = RolloutWorker(

@@ -17,7 +17,9 @@ def _check(folder: Path, text: str) -> None:
 
 
 def test_a_sound_config_passes(tmp_path):
-    _check(tmp_path, "trainer:\n  max_steps: 3\n  logger: null\n  callbacks+:\n    - class_path: AsyncRollout\ndata:\n  seed: 1\n")
+    _check(
+        tmp_path, "trainer:\n  max_steps: 3\n  logger: null\n  callbacks+:\n    - class_path: AsyncRollout\ndata:\n  seed: 1\n"
+    )
 
 
 def test_a_duplicate_key_is_refused_with_file_and_both_lines(tmp_path):
@@ -29,7 +31,7 @@ def test_a_duplicate_key_deep_inside_a_list_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="'engine' on lines 5 and 6"):
         _check(
             tmp_path,
-            "trainer:\n  callbacks:\n    - class_path: AsyncRollout\n      init_args:\n        engine: HFEngine\n        engine: X\n",
+            "trainer:\n  callbacks:\n    - class_path: A\n      init_args:\n        engine: HFEngine\n        engine: X\n",
         )
 
 

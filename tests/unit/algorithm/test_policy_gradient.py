@@ -61,7 +61,7 @@ def run(
 
 
 def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
-    names = "input_ids attention_mask loss_mask behavior_logprobs token_versions rewards group_index".split()
+    names = ["input_ids", "attention_mask", "loss_mask", "behavior_logprobs", "token_versions", "rewards", "group_index"]
     return replace(batch, **{name: getattr(batch, name)[rows] for name in names})
 
 
@@ -80,7 +80,7 @@ def test_gradient_is_the_weighted_sum_of_scores(method: PolicyGradient, model: n
     model.zero_grad()
     loss.backward()
     assert_same(gradient, gradient_of(model))
-    assert stats.loss == pytest.approx(float(loss), rel=1e-9)
+    assert stats.loss == pytest.approx(loss.item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("score_norm", ["batched", "per_trajectory"])
@@ -150,8 +150,8 @@ def test_the_split_into_micro_batches_changes_nothing(aggregation, model: nn.Mod
     for groups in ([0], [1, 2]):
         part = take(batch, torch.isin(batch.group_index, torch.tensor(groups)))
         parts.append(replace(part, group_index=part.group_index - groups[0]))
-    for objective, advantage in METHODS.values():
-        method = PolicyGradient(objective, advantage, aggregation, 9 if aggregation == "constant-length" else None)
+    for name in ("vcpo exact", "vcpo one by one", "grpo", "gmc"):
+        method = PolicyGradient(*METHODS[name], aggregation, 9 if aggregation == "constant-length" else None)
         gradient, stats = run(method, model, parts)
         expected, (whole,) = run(method, model, [batch])
         assert_same(gradient, expected)
@@ -159,14 +159,24 @@ def test_the_split_into_micro_batches_changes_nothing(aggregation, model: nn.Mod
         assert torch.cat([s.log_weights_B for s in stats]).tolist() == pytest.approx(whole.log_weights_B.tolist())
 
 
-def test_trajectories_without_trained_tokens_contribute_nothing(method: PolicyGradient, model: nn.Module) -> None:
+def test_trajectories_without_trained_tokens_have_neither_gradient_nor_weight(method: PolicyGradient, model: nn.Module) -> None:
     batch = make_batch()
     batch.loss_mask[[1, 6]] = False
     kept = torch.tensor([0, 2, 3, 4, 5, 7, 8, 9, 10, 11])
-    gradient, (stats,) = run(method, model, [batch])
-    assert_same(gradient, run(method, model, [take(batch, kept)])[0])
+    _, (stats,) = run(method, model, [batch])
     assert stats.rows.tolist() == kept.tolist()
     assert len(stats.log_weights_B) == len(stats.advantages) == 10
+    changed = replace(batch, input_ids=batch.input_ids.clone())
+    changed.input_ids[[1, 6]] = 3
+    assert_same(run(method, model, [changed])[0], run(method, model, [batch])[0])
+
+
+def test_the_reward_of_an_untrained_trajectory_counts_in_its_groups_mean(model: nn.Module) -> None:
+    batch = replace(make_batch(), rewards=torch.tensor([1.0, 0.0, 0.0, 1.0] * 3, dtype=torch.float64))
+    batch.loss_mask[0] = False
+    _, (stats,) = run(PolicyGradient(SequenceTIS(), GroupMean("none")), model, [batch])
+    # mean of [1, 0, 0, 1] = 1/2 for the first group's three trained members, as for the others
+    assert stats.advantages[:3].tolist() == pytest.approx([-0.5, -0.5, 0.5])
 
 
 def test_a_micro_batch_without_trained_tokens_leaves_the_gradient_alone(method: PolicyGradient, model: nn.Module) -> None:

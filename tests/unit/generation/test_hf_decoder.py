@@ -158,3 +158,33 @@ def test_the_number_of_sampled_tokens_includes_unfinished_responses(model: Any):
     decoder.submit([GenerationRequest(i, (5, 6), SamplingParams(temperature=0.0, max_new_tokens=50), seed=0) for i in range(3)])
     decoder.step(version=0)
     assert decoder.num_tokens == 3
+
+
+def test_prompts_computed_ahead_of_their_slot_are_not_used_after_the_weights_have_changed(tmp_path: Path):
+    model = load_model(tiny_models.save_qwen3(tmp_path))
+    decoder = _decoder(model, num_slots=1)
+    prompts = [(5, 6, 7, 8), (9, 10, 11, 12), (4, 13, 14, 15)]
+    decoder.submit([GenerationRequest(i, prompts[i], SamplingParams(max_new_tokens=1), seed=i) for i in range(3)])
+    decoder.step(version=0)  # computes the prompts of requests 1 and 2 as well
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    completions = [*decoder.step(version=1), *decoder.step(version=1)]
+    for completion in completions:
+        expected = tiny_models.token_logprobs(model, prompts[completion.request_id], completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.behavior_logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_prompts_next_in_the_queue_are_computed_in_one_forward(model: Any):
+    shapes: list[tuple[int, ...]] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    try:
+        decoder = _decoder(model, num_slots=1)
+        decoder.submit([GenerationRequest(i, (5, 6 + i, 7), SamplingParams(max_new_tokens=1), seed=i) for i in range(3)])
+        for _ in range(3):
+            decoder.step(version=0)
+    finally:
+        hook.remove()
+    assert shapes == [(3, 2), (1, 1), (1, 1), (1, 1)]

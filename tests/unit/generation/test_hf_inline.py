@@ -134,9 +134,9 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine: HFEn
 
 
 def test_a_thread_that_decodes_makes_way_for_an_update(engine: HFEngine, model: Any):
-    engine.submit([_request(i, max_new_tokens=50) for i in range(200)])
+    engine.submit([_request(i, max_new_tokens=50) for i in range(80)])
     finished: list[Completion] = []
-    thread = threading.Thread(target=lambda: finished.extend(_drain(engine, 200)))
+    thread = threading.Thread(target=lambda: finished.extend(_drain(engine, 80)))
     thread.start()
     for version in range(1, 6):
         engine.begin_update(version, named_weights(model))
