@@ -166,7 +166,7 @@ def find_config(name: str) -> str:
 
 def run(args: ArgsType = None) -> AsyncRLCLI:
     """Parse and run; for use from Python. `args` as on the command line."""
-    arguments = resolve_configs(list(args) if args is not None else sys.argv[1:])  # type: ignore[arg-type]
+    arguments = resolve_configs(list(args) if args is not None else sys.argv[1:])
     if args is None:
         sys.argv[1:] = arguments
     warnings.filterwarnings("ignore", ".*does not have many workers.*")

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -309,7 +309,8 @@ class RolloutDataModule(LightningDataModule):
             return {}
         version = self._module.policy_version
         if self._snapshot is None or self._snapshot[0] != version:
-            with self.worker.frozen() if self.worker is not None else nullcontext([]) as outstanding:
+            frozen: AbstractContextManager[list[Prompt]] = nullcontext([]) if self.worker is None else self.worker.frozen()
+            with frozen as outstanding:
                 state = {"pool": self.pool.state_dict(), "prompts": self.prompts.state_dict(outstanding)}
             self._snapshot = (version, state)
         return self._snapshot[1]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_asyncrl.algorithm.advantages import OPOB
 from lit_asyncrl.algorithm.estimator import MicroBatchStats, PolicyGradient
@@ -33,9 +33,13 @@ from lit_asyncrl.policy import (
     load_tokenizer,
     named_weights,
     resolve_policy_path,
+    vocabulary_size,
 )
 from lit_asyncrl.timing import StepTimes
 from lit_asyncrl.types import MicroBatch, NamedTensors, StepStats, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MAX_CONSECUTIVE_SKIPS = 10
 """Updates in a row without a finite gradient, or without a token to train, after which the run ends."""
@@ -111,13 +115,13 @@ class PolicyModule(LightningModule):
             attn_implementation=self.policy.attn_implementation,
             trust_remote_code=self.policy.trust_remote_code,
         )
-        check_vocabulary(self.tokenizer, model.get_input_embeddings().num_embeddings, self.policy.path)
+        check_vocabulary(self.tokenizer, vocabulary_size(model), self.policy.path)
         disable_dropout(model)
         if self.policy.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.train()
         self.estimator.check_supported(model)
-        self.model: nn.Module = model
+        self.model: PreTrainedModel = model
 
     def context_length(self) -> int | None:
         """The model's context in tokens; None if its config does not say."""

@@ -9,10 +9,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 from lit_asyncrl.errors import ConfigurationError
 
@@ -76,7 +79,7 @@ def load_model(
     dtype: Dtype = "float32",
     attn_implementation: AttnImplementation = "sdpa",
     trust_remote_code: bool = False,
-) -> nn.Module:
+) -> PreTrainedModel:
     """The causal language model of the folder, in evaluation mode (no dropout), on the CPU.
 
     Raises:
@@ -130,6 +133,12 @@ def end_of_sequence_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(int(i) for i in ids))
 
 
+def vocabulary_size(model: nn.Module) -> int:
+    """Number of the model's input embeddings."""
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embeddings.num_embeddings)
+
+
 def context_length(model: nn.Module) -> int | None:
     """The model's context in tokens; None if its config does not say."""
     return getattr(model.config, "max_position_embeddings", None)
@@ -169,4 +178,4 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a plain attribute of attention modules

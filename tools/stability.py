@@ -5,8 +5,9 @@
     python tools/stability.py table                  # Markdown table from the results file
     python tools/stability.py plot                   # docs/stability.png
 
-Every run goes through the product's own entry point with `configs/experiment/stability_lag32.yaml`; an arm only changes objective,
-baseline, step size, lag and rate. Results are appended to `docs/stability.jsonl`, one line a run, and finished runs are skipped.
+Every run goes through the product's own entry point with `configs/experiment/stability_lag32.yaml`; an arm only changes
+objective, baseline, step size, lag and rate. Results are appended to `docs/stability.jsonl`, one line a run; finished runs are
+skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import io
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -149,7 +149,8 @@ def run_all(todo: list[Cell], max_steps: int, workers: int) -> None:
             file.write(json.dumps(result) + "\n")
             file.flush()
             left = (time.monotonic() - started) / done * (len(todo) - done) / 60
-            print(f"{done}/{len(todo)} {result['key']}: {result['accuracy']:.3f} ({result['run_s']} s; {left:.0f} min left)", flush=True)
+            progress = f"{done}/{len(todo)} {result['key']}: {result['accuracy']:.3f}"
+            print(f"{progress} ({result['run_s']} s; {left:.0f} min left)", flush=True)
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -203,7 +204,7 @@ def draw(axis: Any, runs: list[dict[str, Any]], color: str, label: str, style: s
     if not runs:
         return
     steps = [step for step, _ in runs[0]["curve"]]
-    values = [[dict(map(tuple, r["curve"])).get(step, float("nan")) for r in runs] for step in steps]  # type: ignore[arg-type]
+    values = [[dict(r["curve"]).get(step, float("nan")) for r in runs] for step in steps]
     axis.plot(steps, [statistics.median(v) for v in values], style, color=color, label=label, linewidth=1.8)
     axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.12, linewidth=0)
 
@@ -230,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

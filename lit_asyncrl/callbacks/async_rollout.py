@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lit_asyncrl.generation.publisher import WeightPublisher
 from lit_asyncrl.generation.rollout import RolloutWorker
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.module import PolicyModule
-from lit_asyncrl.policy import end_of_sequence_ids, probe_ids, resolve_policy_path
+from lit_asyncrl.policy import end_of_sequence_ids, probe_ids, resolve_policy_path, vocabulary_size
 
 
 class AsyncRollout(Callback):
@@ -118,7 +119,7 @@ class AsyncRollout(Callback):
         module, data = self.module, self.data
         tokenizer = module.tokenizer
         path = resolve_policy_path(module.policy.path)
-        probe = probe_ids(tokenizer, module.model.get_input_embeddings().num_embeddings)
+        probe = probe_ids(tokenizer, vocabulary_size(module.model))
         self._running = True
         self._set_threads()
         self.engine.start(
@@ -206,10 +207,8 @@ class AsyncRollout(Callback):
         self.train_s = time.monotonic() - self.train_started_at
         self.data.pool.close_admission()
         if self.evaluate_last and self.supervisor.stop_reason is None:
-            try:
+            with suppress(StopRequested):
                 self.last_results = self._evaluate_all("val")
-            except StopRequested:
-                pass
         if self.supervisor.stop_reason is not None and self.module.policy_version > self._saved_version:
             trainer.save_checkpoint(os.path.join(checkpoint_dir(trainer), "last.ckpt"))  # noqa: PTH118 - may be a URL
 

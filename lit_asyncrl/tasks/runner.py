@@ -17,7 +17,7 @@ from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import Example
 
 MAX_HUNG_THREADS = 4
-"""Threads left behind in rewards that never return; one more ends the run even with `on_error="skip"`."""
+"""Threads that may hang in rewards at one time; one more ends the run even with `on_error="skip"`."""
 
 
 @dataclass(slots=True)
@@ -58,6 +58,18 @@ class _Job:
         return number
 
 
+class _RewardThread(threading.Thread):
+    """Runs the jobs of its inbox until it is sent None."""
+
+    def __init__(self) -> None:
+        super().__init__(name="reward", daemon=True)
+        self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
+
+    def run(self) -> None:
+        while (job := self.inbox.get()) is not None:
+            job.run()
+
+
 class RewardRunner:
     """Scores the responses of one prompt together, so that a fast reward costs one hand-over per group.
 
@@ -82,8 +94,8 @@ class RewardRunner:
         self._on_error = on_error
         self._supervisor = supervisor
         self._lock = threading.Lock()
-        self._inbox: SimpleQueue[_Job | None] | None = None
-        self._hung = 0
+        self._thread: _RewardThread | None = None
+        self._hung: list[_RewardThread] = []
 
     def score(self, task: Task, completions: Sequence[str], example: Example) -> list[list[float]] | None:
         """Score one group.
@@ -102,14 +114,17 @@ class RewardRunner:
         """
         with self._lock:
             job = _Job(task, completions, example)
-            if self._inbox is None:
-                self._inbox = _start_thread()
-            self._inbox.put(job)
+            if self._thread is None:
+                self._thread = _RewardThread()
+                self._thread.start()
+            self._thread.inbox.put(job)
             error = job.error if self._wait(job) else self._abandon(job)
             if error is None:
                 return job.values
-            if self._on_error == "raise" or self._hung > MAX_HUNG_THREADS:
+            if self._on_error == "raise":
                 raise error
+            if len(self._hung) > MAX_HUNG_THREADS:
+                raise RewardError(f"At most {MAX_HUNG_THREADS} rewards may hang at one time, got one more. {error}") from error
             self.num_failed += 1
             if self.num_failed == 1:
                 warnings.warn(f"A group is left out, and counted with those to come: {error}", stacklevel=2)
@@ -118,9 +133,9 @@ class RewardRunner:
     def close(self) -> None:
         """End the thread; a thread that hangs in a reward dies with the process."""
         with self._lock:
-            if self._inbox is not None:
-                self._inbox.put(None)
-                self._inbox = None
+            if self._thread is not None:
+                self._thread.inbox.put(None)
+                self._thread = None
 
     def _wait(self, job: _Job) -> bool:
         """Whether the job ended in time."""
@@ -134,23 +149,11 @@ class RewardRunner:
 
     def _abandon(self, job: _Job) -> RewardError:
         """Leave the thread to its fate; the next group gets another one."""
-        assert self._inbox is not None
-        self._inbox.put(None)  # should it ever return, it ends
-        self._inbox = None
-        self._hung += 1
+        assert self._thread is not None
+        self._thread.inbox.put(None)  # should the reward ever return, the thread ends
+        self._hung = [thread for thread in (*self._hung, self._thread) if thread.is_alive()]
+        self._thread = None
         return RewardError(
             f"data.reward_timeout_s must suffice for a group of {len(job.completions)} responses, got {self._timeout_s:g} s, "
             f"used up in {job.where()}. Make the reward faster, raise the timeout, or set data.on_reward_error: skip."
         )
-
-
-def _start_thread() -> SimpleQueue[_Job | None]:
-    """A daemon thread that runs jobs until it is sent None."""
-    inbox: SimpleQueue[_Job | None] = SimpleQueue()
-
-    def loop() -> None:
-        while (job := inbox.get()) is not None:
-            job.run()
-
-    threading.Thread(target=loop, name="reward", daemon=True).start()
-    return inbox

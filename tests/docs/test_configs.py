@@ -98,9 +98,7 @@ def test_changing_a_class_drops_the_arguments_of_the_other():
 
 
 def test_a_callback_is_appended_across_files(tmp_path):
-    (tmp_path / "more.yaml").write_text(
-        "trainer:\n  callbacks+:\n    - class_path: LearningRateMonitor\n", encoding="utf-8"
-    )
+    (tmp_path / "more.yaml").write_text("trainer:\n  callbacks+:\n    - class_path: LearningRateMonitor\n", encoding="utf-8")
     cli = _parse("--config", "vcpo", "--config", str(tmp_path / "more.yaml"))
     names = [type(c).__name__ for c in cli.trainer.callbacks]
     assert "AsyncRollout" in names and "LearningRateMonitor" in names

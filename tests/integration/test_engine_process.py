@@ -17,7 +17,10 @@ import torch
 
 from lit_asyncrl.errors import EngineError, WeightSyncError
 from lit_asyncrl.generation.hf import HFEngine
+from lit_asyncrl.generation.publisher import WeightPublisher
+from lit_asyncrl.generation.transport import SharedTensors
 from lit_asyncrl.policy import load_model, named_weights
+from lit_asyncrl.supervisor import Supervisor
 from lit_asyncrl.types import Completion, GenerationRequest, SamplingParams
 
 
@@ -115,6 +118,23 @@ def test_evaluation_goes_on_while_training_is_paused(shared_engine: HFEngine):
     assert len(_drain(shared_engine.completions, 3)) == 3
 
 
+def test_a_transport_that_acknowledges_without_writing_is_caught_by_the_probe(
+    shared_engine: HFEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    shared_engine.begin_update(8, named_weights(model))
+    shared_engine.finish_update(10.0)
+    weights = {name: tensor * 1.01 for name, tensor in named_weights(model).items()}
+    changed = type(model)(model.config)
+    changed.load_state_dict(weights, strict=False)
+    probe = tiny_models.token_logprobs(changed.eval(), tiny_models.PROBE_IDS[:1], list(tiny_models.PROBE_IDS[1:])).tolist()
+    monkeypatch.setattr(SharedTensors, "write", lambda self, weights: None)
+    publisher = WeightPublisher(shared_engine, supervisor=Supervisor(), timeout_s=10.0)
+    publisher.publish(9, weights, probe)
+    with pytest.raises(WeightSyncError, match="version 9"):
+        publisher.wait_delivered()
+    publisher.close()
+
+
 def test_counters_report_tokens_and_where_time_went(shared_engine: HFEngine):
     before = shared_engine.generated_tokens
     shared_engine.submit(_requests(10))
@@ -199,6 +219,8 @@ def test_a_killed_trainer_leaves_no_worker(folder: str):
     code = f"""
 import sys, time
 from lit_asyncrl.generation.hf import HFEngine
+from lit_asyncrl.generation.publisher import WeightPublisher
+from lit_asyncrl.generation.transport import SharedTensors
 from lit_asyncrl.policy import load_model, named_weights
 from lit_asyncrl.types import GenerationRequest, SamplingParams
 engine = HFEngine()

@@ -195,9 +195,7 @@ def test_a_resumed_synchronous_run_is_bit_equal_to_the_unbroken_one(policy, tmp_
 def test_a_resumed_asynchronous_run_loses_no_prompt(policy, tmp_path):
     saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_last=True)
     fit(policy, tmp_path, saver, max_steps=4, data=make_data(max_policy_age=3), enable_checkpointing=True)
-    _, data, _ = fit(
-        policy, tmp_path, max_steps=8, data=make_data(max_policy_age=3), ckpt_path=str(tmp_path / "last.ckpt")
-    )
+    _, data, _ = fit(policy, tmp_path, max_steps=8, data=make_data(max_policy_age=3), ckpt_path=str(tmp_path / "last.ckpt"))
     ledger = data.pool.ledger
     assert ledger.count("trained") == 16  # 8 updates x 2 groups
     assert sum(row.prompts for row in ledger.rows()) == ledger.num_dispatched

@@ -73,6 +73,16 @@ def test_a_lag_of_two_serves_the_version_two_updates_back(make_publisher, engine
     assert _sampled_version(engine) == 2
 
 
+def test_a_lag_that_starts_later_builds_up_from_there(make_publisher):
+    delivered: list[tuple[int, int]] = []
+    publisher = make_publisher(
+        publish_lag=2, publish_lag_start=1, on_delivered=lambda published, served: delivered.append((published, served))
+    )
+    for version in range(5):
+        _publish(publisher, version)
+    assert delivered == [(0, 0), (1, 1), (2, 1), (3, 1), (4, 2)]
+
+
 def test_lagged_weights_are_copies_that_later_updates_do_not_change(make_publisher):
     publisher = make_publisher(publish_lag=1)
     weights = {"w": torch.tensor([0.0, 0.0])}

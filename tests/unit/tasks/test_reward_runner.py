@@ -2,6 +2,8 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -85,7 +87,7 @@ def test_the_number_of_threads_left_behind_is_bounded(release):
     runner = RewardRunner(timeout_s=0.02, on_error="skip")
     for _ in range(4):
         assert score(runner, release.wait) is None
-    with pytest.raises(RewardError):
+    with pytest.raises(RewardError, match="At most 4 rewards may hang"):
         score(runner, release.wait)
 
 
@@ -143,3 +145,28 @@ def test_math_verify_kills_a_process_that_takes_too_long_and_starts_another(veri
 
 def test_math_verify_starts_no_process_before_the_first_call():
     assert MathVerify()._process is None
+
+
+def test_the_verifying_process_loads_no_torch(verify):
+    verify("1", Example("p", "1", "t", 0))
+    assert "libtorch" not in Path(f"/proc/{verify._process.pid}/maps").read_text(encoding="utf-8")
+
+
+def test_the_verifying_process_ends_with_its_parent():
+    reward = MathVerify(timeout_s=20.0)
+    reward("1", Example("p", "1", "t", 0))
+    # What the end of the parent does to the pipe.
+    reward._process.stdin.close()
+    assert reward._process.wait(20.0) == 0
+    reward.close()
+
+
+def test_scoring_from_two_threads_keeps_the_groups_apart():
+    runner, task = RewardRunner(), ReverseDigits()
+    examples = [task.train_example(i) for i in range(40)]
+
+    def all_right(part):
+        return all(runner.score(task, [e.answer, "x"], e) == [[1.0], [0.0]] for e in part)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(all_right, (examples[:20], examples[20:])))

@@ -55,3 +55,27 @@ def test_impossible_weights_are_refused(weights):
 def test_two_tasks_of_one_name_are_refused():
     with pytest.raises(ConfigurationError, match="different names"):
         TaskMixture([ReverseDigits(), ReverseDigits(seed=1)])
+
+
+def test_tasks_and_rewards_are_built_from_configuration_by_short_name():
+    from jsonargparse import ArgumentParser
+
+    from lit_asyncrl.interfaces import Task
+
+    parser = ArgumentParser()
+    parser.add_argument("--task", type=Task)
+    reward = {"class_path": "LengthPenalty", "init_args": {"max_characters": 9}}
+    parts = [
+        {"class_path": "Countdown", "init_args": {"num_numbers": 4, "rewards": [{"class_path": "CountdownReward"}, reward]}},
+        {"class_path": "JsonlTask", "init_args": {"path": "f", "reward": "last_number"}},
+        {"class_path": "JsonlTask", "init_args": {"path": "f", "name": "g", "reward": reward}},
+        {"class_path": "Arithmetic", "init_args": {"operations": ["+", "*"]}},
+    ]
+    config = {"class_path": "TaskMixture", "init_args": {"tasks": parts, "weights": [1, 1, 1, 2]}}
+    task = parser.instantiate(parser.parse_object({"task": config})).task
+    assert [[reward.name for reward in part.rewards] for part in task.tasks] == [
+        ["countdown", "length_penalty"],
+        ["last_number"],
+        ["length_penalty"],
+        ["exact_match"],
+    ]
