@@ -35,21 +35,22 @@ from lit_asyncrl.callbacks import AsyncRollout, EssLrScale, RunReport  # noqa: F
 from lit_asyncrl.callbacks.predictions import PredictionWriter
 from lit_asyncrl.callbacks.signals import EXIT_CODES
 from lit_asyncrl.datamodule import RolloutDataModule
-from lit_asyncrl.errors import AsyncRLError, ConfigurationError, StopRequested
-from lit_asyncrl.module import PolicyModule, export_policy
+from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, DataError, StopRequested
+from lit_asyncrl.module import PolicyModule, export_policy, read_checkpoint
 from lit_asyncrl.strict_yaml import check_yaml_file
 
 
 class Trainer(pl.Trainer):
     """Lightning's Trainer with one more command."""
 
-    def export(self, model: PolicyModule, ckpt_path: str, output_dir: str) -> str:
+    def export(self, model: PolicyModule, ckpt_path: str, output_dir: str, datamodule: RolloutDataModule | None = None) -> str:
         """Write a checkpoint's policy as a Hugging Face folder.
 
         Args:
             model: gives nothing but the command line its schema; the checkpoint names the model folder.
             ckpt_path: checkpoint to read.
             output_dir: folder to write.
+            datamodule: not used; LightningCLI passes it to every subcommand.
         """
         folder = export_policy(ckpt_path, output_dir)
         print(f"exported to {folder}")  # noqa: T201 - the command's output
@@ -83,8 +84,20 @@ class AsyncRLCLI(LightningCLI):
             "validate": loaders,
             "test": loaders,
             "predict": loaders,
-            "export": {"model"},
+            "export": {"model", "datamodule"},
         }
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and check the checkpoint before Lightning looks for hyperparameters in it.
+
+        Raises:
+            CheckpointError: the file is missing, torn or foreign.
+        """
+        super().parse_arguments(parser, args)
+        subcommand = self.config.get("subcommand")
+        path = self.config[subcommand].get("ckpt_path") if subcommand else None
+        if path is not None and path not in ("last", "best", "hpc") and "://" not in path:
+            read_checkpoint(path)
 
     def before_instantiate_classes(self) -> None:
         """Check what can be checked before anything exists."""
@@ -95,7 +108,7 @@ class AsyncRLCLI(LightningCLI):
             ("accumulate_grad_batches", "data.max_tokens_per_micro_batch"),
         ):
             value = getattr(trainer, key, None)
-            if value not in (None, 1):
+            if value is not None and (key, value) != ("accumulate_grad_batches", 1):
                 raise ConfigurationError(f"trainer.{key} must be left out, got {value} (manual optimization). Set {remedy}.")
         if self.subcommand == "fit":
             check_writable(str(trainer.default_root_dir or "."), "trainer.default_root_dir")
@@ -103,6 +116,8 @@ class AsyncRLCLI(LightningCLI):
                 save_dir = getattr(getattr(logger, "init_args", None), "save_dir", None)
                 if save_dir is not None:
                     check_writable(str(save_dir), "trainer.logger.save_dir")
+            if config.data.save_rollouts is not None:
+                check_writable(config.data.save_rollouts, "data.save_rollouts")
 
 
 def check_writable(folder: str, key: str) -> None:
@@ -191,10 +206,10 @@ def quiet_lightning() -> None:
 
 
 def main(args: ArgsType = None) -> None:
-    """Entry point of `lit-asyncrl`. Exits with 0, 1 (error), 2 (wrong arguments), 130 (SIGINT) or 143 (SIGTERM)."""
+    """Entry point of `lit-asyncrl`. Exits with 0, 1 (error), 2 (wrong arguments or files), 130 (SIGINT) or 143 (SIGTERM)."""
     try:
         cli = run(args)
-    except ConfigurationError as error:
+    except (ConfigurationError, DataError, CheckpointError) as error:
         print(f"lit-asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the command's error output
         raise SystemExit(2) from None
     except StopRequested as request:  # before training began, or in `predict`

@@ -326,7 +326,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         CheckpointError: the file is missing, torn or foreign.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(
             f"ckpt_path must name a whole checkpoint, got {path!r} ({type(error).__name__}: {error})."

@@ -273,13 +273,13 @@ def step_parts(run: TimedRun) -> dict[str, float]:
     (checks, detokenization, groups, their way into the pool); what is left is `waiting`. Generation starts when the new weights
     are delivered, beside `log`: the sum can be a little above the step.
     """
-    part_s = run.part_s
-    parts = {part: part_s(part) for part in MODEL_COMPUTE}
-    parts |= {"publish": part_s("publish"), "reward": part_s("reward"), "assembly": part_s("collect") - part_s("reward")}
-    parts |= {"pool": part_s("data_wait") - part_s("batch_wait"), "collate": part_s("collate"), "log": part_s("log")}
-    parts["waiting"] = max(0.0, part_s("batch_wait") - parts["generation"] - part_s("collect"))
     in_trainer = ("forward", "backward", "optimizer", "publish", "collate", "log", "data_wait")
-    parts["other"] = run.step_s - sum(part_s(part) for part in in_trainer)
+    parts = {part: run.part_s(part) for part in (*MODEL_COMPUTE, "publish", "reward")}
+    parts["assembly"] = run.rest_s(run.parts["collect"], "reward")
+    parts["pool"] = run.rest_s(run.parts["data_wait"], "batch_wait")
+    parts |= {part: run.part_s(part) for part in ("collate", "log")}
+    parts["waiting"] = max(0.0, run.rest_s(run.parts["batch_wait"], "generation", "collect"))
+    parts["other"] = run.rest_s(run.seconds, *in_trainer)
     return parts
 
 

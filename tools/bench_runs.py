@@ -153,8 +153,12 @@ class TimedRun:
         return sum(self.tokens) / sum(self.seconds)
 
     def part_s(self, part: str) -> float:
-        """Median seconds per step of one part; 0 if it never ran."""
-        return median(self.parts[part]) if part in self.parts else 0.0
+        """Median seconds per step of one part."""
+        return median(self.parts[part])
+
+    def rest_s(self, whole: list[float], *parts: str) -> float:
+        """Median over steps of what the parts leave of `whole`, seconds."""
+        return median(w - sum(part) for w, *part in zip(whole, *(self.parts[name] for name in parts), strict=True))
 
 
 class StepClock(Callback):

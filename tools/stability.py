@@ -76,9 +76,9 @@ class Cell:
 
 
 def cells(arms: list[str], seeds: list[int], lr: float) -> list[Cell]:
-    """Synchronous runs at three rates, then every arm in both forms of the lag at the synchronous run's best rate."""
-    sync = [Cell("tis", "sync", rate, seed) for seed in seeds for rate in (3e-4, 1e-4, 6e-4)]
-    return sync + [Cell(arm, form, lr, seed) for seed in seeds for arm in arms for form in ("cold", "ramp")]
+    """Every arm in both forms of the lag at the synchronous run's best rate, and synchronous runs at three rates."""
+    lagged = [Cell(arm, form, lr, seed) for seed in seeds for form in ("cold", "ramp") for arm in arms]
+    return lagged + [Cell("tis", "sync", rate, seed) for rate in (3e-4, 1e-4, 6e-4) for seed in seeds]
 
 
 def run_cell(cell: Cell, max_steps: int) -> dict[str, Any]:
