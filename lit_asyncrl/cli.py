@@ -214,6 +214,10 @@ def main(args: ArgsType = None) -> None:
         raise SystemExit(2) from None
     except StopRequested as request:  # before training began, or in `predict`
         raise SystemExit(EXIT_CODES.get(str(request), 1)) from None
+    except SystemExit as leaving:  # Lightning's exit, with 1, after a Ctrl-C while the engine started
+        if isinstance(leaving.__context__, KeyboardInterrupt):
+            raise SystemExit(EXIT_CODES["SIGINT"]) from None
+        raise
     reason = getattr(cli.datamodule, "supervisor", None) and cli.datamodule.supervisor.stop_reason
     if reason in EXIT_CODES:
         raise SystemExit(EXIT_CODES[reason])

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ from lit_asyncrl.types import MicroBatch
 BALANCE = 0.15
 """Largest difference between generation and training time, over the longer one, that counts as balanced."""
 MAX_POLICY_AGE = 4
+WAVES = 4
+"""Batches of slots that one run of part b decodes."""
 BUSY_LOAD = 0.7
 """Load average (1 minute) above which the machine counts as busy."""
 
@@ -166,17 +168,31 @@ def bench_generate(setup: Setup) -> list[Line]:
     model, slots = bench_engine.build_model(), 128
     lines = []
     for shortest, longest, goal in ((32, 32, 0.9), (8, 64, 1.3)):
-        requests = bench_engine.make_requests(4 * slots, shortest, longest)
-        rates: dict[Callable[..., None], list[float]] = {bench_engine.run_engine: [], bench_engine.run_generate: []}
-        for run in rates:
-            run(model, requests[:slots], slots)
-        for _ in range(max(1, setup.steps // 4)):  # each run is four waves of all slots
-            for run, results in rates.items():
-                results.append(bench_engine.tokens_per_s(run, model, requests, slots))
-        engine, generate = (statistics.median(results) for results in rates.values())
-        lines.append(Line(f"engine, generate at {shortest}-{longest} tokens", f"{engine:.0f}, {generate:.0f} tok/s"))
-        lines.append(_ratio("engine / generate", engine / generate, goal, "high"))
+        requests = bench_engine.make_requests(WAVES * slots, shortest, longest)
+        tokens = sum(request.sampling.max_new_tokens for request in requests)
+        engine_s, generate_s = alternate(
+            [
+                lambda requests=requests: bench_engine.run_engine(model, requests, slots),
+                lambda requests=requests: bench_engine.run_generate(model, requests, slots),
+            ],
+            warmup=1,
+            steps=-(-setup.steps // WAVES),
+        )
+        rates = f"{tokens / engine_s:.0f}, {tokens / generate_s:.0f} tok/s"
+        lines.append(Line(f"engine, generate at {shortest}-{longest} tokens", rates))
+        lines.append(_ratio("engine / generate", generate_s / engine_s, goal, "high"))
     return lines
+
+
+def alternate(arms: Sequence[Callable[[], None]], *, warmup: int, steps: int) -> list[float]:
+    """Median seconds of each arm; they take turns, so that a disturbance of the machine falls on all of them."""
+    seconds: list[list[float]] = [[] for _ in arms]
+    for _ in range(warmup + steps):
+        for arm, measured in zip(arms, seconds, strict=True):
+            started = time.perf_counter()
+            arm()
+            measured.append(time.perf_counter() - started)
+    return [statistics.median(measured[warmup:]) for measured in seconds]
 
 
 # ---------------------------------------------------------------- (c) against TRL
@@ -294,17 +310,10 @@ def bench_opob(setup: Setup) -> list[Line]:
         "OPOB, batched": OPOB("batched"),
         "OPOB, logit_proxy": OPOB("logit_proxy"),
     }
-    steps = {name: _update(advantage) for name, advantage in arms.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(setup.warmup + setup.steps):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - started)
-    medians = {name: statistics.median(values[setup.warmup :]) for name, values in seconds.items()}
-    plain, batched, proxy = medians.values()
+    medians = alternate([_update(advantage) for advantage in arms.values()], warmup=setup.warmup, steps=setup.steps)
+    plain, batched, proxy = medians
     return [
-        *(Line(name, f"{value * 1e3:8.1f} ms") for name, value in medians.items()),
+        *(Line(name, f"{seconds * 1e3:8.1f} ms") for name, seconds in zip(arms, medians, strict=True)),
         Line("logit_proxy / plain", "", proxy / plain),
         _ratio("batched / plain (stretch 1.35)", batched / plain, 1.5, "low"),
     ]
@@ -388,9 +397,7 @@ def main() -> int:
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     if load > BUSY_LOAD:
-        print(
-            f"warning: other programs use this machine (load average {load:.1f}): nothing below means anything", file=sys.stderr
-        )
+        print(f"warning: this machine is busy (load average {load:.1f}); the figures below mean little", file=sys.stderr)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     missed = False
     with tempfile.TemporaryDirectory() as work_dir:

@@ -31,6 +31,9 @@ from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.policy import end_of_sequence_ids, probe_ids, resolve_policy_path, vocabulary_size
 
+PRECISIONS = ("32-true", "bf16-mixed", "64-true")
+"""Values of `trainer.precision` that keep the master weights exact."""
+
 
 class AsyncRollout(Callback):
     """Owns the engine, the weight publisher and the rollout worker of a run.
@@ -40,7 +43,8 @@ class AsyncRollout(Callback):
         publish_lag: serve weights this many updates old on purpose (to study staleness); versions stay exact.
         publish_lag_start: update from which on the lag holds; the newest weights are served before.
         probe_tolerance: largest difference, in nats, between the engine's and the trainer's log-probs of the probe sequence
-            after a weight update; above it the run ends with `WeightSyncError`.
+            after a weight update; above it the run ends with `WeightSyncError`. None: measured at the first delivery (2e-5 in
+            float32, the noise of rounding for an engine in bfloat16).
         sync_timeout_s: seconds for one weight update, proof included.
         evaluation_timeout_s: seconds for one evaluation of one held-out set.
         evaluate_first: evaluate the held-out sets before the first update.
@@ -53,7 +57,7 @@ class AsyncRollout(Callback):
         engine: GenerationEngine | None = None,
         publish_lag: int = 0,
         publish_lag_start: int = 0,
-        probe_tolerance: float = 1e-3,
+        probe_tolerance: float | None = None,
         sync_timeout_s: float = 120.0,
         evaluation_timeout_s: float = 600.0,
         evaluate_first: bool = True,
@@ -306,6 +310,12 @@ def check_settings(rollout: AsyncRollout, module: PolicyModule, data: RolloutDat
             f"data.group_size must be at least 2 with {type(module.estimator.advantage).__name__}, got {data.group_size} "
             "(a baseline of one response is its own reward: every advantage would be 0). Raise group_size or use Reinforce-style "
             "advantages without a group baseline."
+        )
+    precision = str(module.trainer.precision)
+    if precision not in PRECISIONS:
+        problems.append(
+            f"trainer.precision must be one of {PRECISIONS}, got {precision} (master weights stay in float32, where an update of "
+            "1e-6 does not vanish, and float16's loss scaling is not undone for exact score norms). Set bf16-mixed."
         )
     if problems:
         raise ConfigurationError(" ".join(problems))

@@ -172,6 +172,7 @@ class RunReport(Callback):
         rollout = self._rollout
         data, pool = rollout.data, rollout.data.pool
         wall = max(rollout.train_s, 1e-9)
+        ledger = pool.ledger.totals()  # before the counter below, which must not be behind it
         generated = rollout.engine.generated_tokens
         updates = max(self._updates, 1)
         wait_trainer = data.supervisor.waited_s(BATCH_WAITER) / wall
@@ -199,7 +200,7 @@ class RunReport(Callback):
             "share_engine_waits_for_admission": wait_engine,
             "bound": bound_of(wait_trainer, wait_engine),
             "memory_mib": _memory_mib(),
-            "ledger": pool.ledger.totals(),
+            "ledger": ledger,
             "stopped_by": data.supervisor.stop_reason,
             "seed": data.run_seed,
             "config_path": _config_path(trainer),

@@ -21,6 +21,7 @@ class HFEngine(GenerationEngine):
         mode: `process` decodes while the trainer trains; `inline` decodes in the trainer's process, inside `completions`.
         num_slots: most responses decoded at once (training and evaluation each).
         num_threads: torch threads of the engine's process; `inline` uses the trainer's.
+        device: torch device of the served copy, such as `cuda:1`; weights travel through host memory (only run on CPUs so far).
         dtype: of the served copy of the weights; `bfloat16` rounds them.
         attn_implementation: of the served model.
         start_timeout_s: longest time to load the model.
@@ -37,6 +38,7 @@ class HFEngine(GenerationEngine):
         mode: Literal["process", "inline"] = "process",
         num_slots: int = 128,
         num_threads: int = 1,
+        device: str = "cpu",
         dtype: Dtype = "float32",
         attn_implementation: Literal["sdpa", "eager"] = "sdpa",
         start_timeout_s: float = 120.0,
@@ -50,6 +52,7 @@ class HFEngine(GenerationEngine):
         self.mode = mode
         self.num_slots = num_slots
         self._num_threads = num_threads
+        self._device = device
         self._dtype: Dtype = dtype
         self._attn_implementation = attn_implementation
         self._start_timeout_s = start_timeout_s
@@ -71,6 +74,7 @@ class HFEngine(GenerationEngine):
             max_model_len=max_model_len,
             num_slots=self.num_slots,
             num_threads=self._num_threads,
+            device=self._device,
             dtype=self._dtype,
             attn_implementation=self._attn_implementation,
             trust_remote_code=self._trust_remote_code,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -30,6 +30,7 @@ class EngineSettings:
         policy_path, eos_token_ids, probe_ids, max_model_len: as in `GenerationEngine.start`.
         num_slots: most responses decoded at once, for each purpose.
         num_threads: torch threads of the engine's process.
+        device: torch device of the served model.
         dtype, attn_implementation, trust_remote_code: as in `policy.load_model`.
     """
 
@@ -39,6 +40,7 @@ class EngineSettings:
     max_model_len: int | None
     num_slots: int
     num_threads: int
+    device: str
     dtype: policy.Dtype
     attn_implementation: Literal["sdpa", "eager"]
     trust_remote_code: bool
@@ -64,13 +66,13 @@ class EngineCore:
         self.version = -1
         self.busy_s = 0.0
         self._paused = False
-        loaded = policy.load_model(
+        loaded: Any = policy.load_model(
             settings.policy_path,
             dtype=settings.dtype,
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
         )
-        self._model = cast(Any, loaded.requires_grad_(False))
+        self._model = loaded.requires_grad_(False).to(settings.device)
         if settings.attn_implementation == "sdpa":
             self._model.set_attn_implementation(slot_attention.NAME)
         self.max_model_len = _check_lengths(self._model, settings.max_model_len)

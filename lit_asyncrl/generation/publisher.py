@@ -22,6 +22,10 @@ from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import DeliveryReport, NamedTensors
 
 WHO = "weight publisher"
+MIN_TOLERANCE = 2e-5
+"""Nats by which float32 log-probs of the same weights may differ when sums run in another order."""
+MAX_NOISE = 1.0
+"""Nats beyond which a difference at the first delivery is no rounding noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,11 @@ def check_delivery(report: DeliveryReport, sent: Snapshot, tolerance: float) -> 
         )
 
 
+def largest_difference(report: DeliveryReport, sent: Snapshot) -> float:
+    """Largest absolute difference of the probe's log-probs, in nats."""
+    return max(abs(a - b) for a, b in zip(report.probe_logprobs, sent.probe_logprobs, strict=True))
+
+
 class WeightPublisher:
     """See the module. `publish`, `serve_current` and `wait_delivered` belong to one thread, the trainer's.
 
@@ -69,7 +78,8 @@ class WeightPublisher:
         supervisor: gets the faults of the publisher's thread and bounds its waits.
         publish_lag: how many versions the engine is kept behind, in updates; 0 sends each version at once.
         publish_lag_start: version up to which each is sent at once; the lag builds up from there.
-        tolerance: largest allowed difference of probe log-probs, in nats.
+        tolerance: largest allowed difference of probe log-probs, in nats; None: measured, ten times the difference at the first
+            delivery, at least 2e-5 (float32 sums in another order); a first difference above 1 nat is refused.
         timeout_s: longest wait for one delivery.
         on_delivered: called as `(version published, version served)` in the publisher's thread after each proved delivery.
 
@@ -84,7 +94,7 @@ class WeightPublisher:
         supervisor: Supervisor,
         publish_lag: int = 0,
         publish_lag_start: int = 0,
-        tolerance: float = 1e-4,
+        tolerance: float | None = None,
         timeout_s: float = 60.0,
         on_delivered: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -217,6 +227,9 @@ class WeightPublisher:
 
     def _finish(self, sent: Snapshot, delivered: Callable[[], None]) -> None:
         report = self._engine.finish_update(self._timeout_s)
+        if self._tolerance is None:
+            check_delivery(report, sent, MAX_NOISE)
+            self._tolerance = max(MIN_TOLERANCE, 10.0 * largest_difference(report, sent))
         check_delivery(report, sent, self._tolerance)
         self.deliveries += 1
         self._pause_s += report.pause_s

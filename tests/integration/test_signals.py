@@ -22,6 +22,7 @@ from runs import inline_rollout, make_data, make_module, make_trainer
 
 from lit_asyncrl.callbacks import AsyncRollout
 from lit_asyncrl.callbacks.signals import SignalHandlers
+from lit_asyncrl.cli import main
 from lit_asyncrl.errors import EngineError, StopRequested
 from lit_asyncrl.generation.hf import HFEngine
 from lit_asyncrl.supervisor import Supervisor
@@ -125,6 +126,39 @@ def test_a_signal_in_predict_is_a_stop_request(policy, tmp_path):
     )
     with pytest.raises(StopRequested, match="SIGTERM"):
         trainer.predict(make_module(policy), make_data())
+
+
+def test_a_signal_in_validate_ends_it(policy, tmp_path):
+    data = make_data()
+    trainer = make_trainer(
+        tmp_path, [inline_rollout(), SignalAt("on_validation_batch_start", signal.SIGTERM)], limit_val_batches=1.0
+    )
+    trainer.validate(make_module(policy), data)
+    assert data.supervisor.stop_reason == "SIGTERM"
+
+
+def test_handlers_are_put_back_after_an_exception(policy, tmp_path):
+    class Broken(pl.Callback):
+        def on_train_batch_end(self, *_):
+            raise ZeroDivisionError("in a user's callback")
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(ZeroDivisionError):
+        _run(policy, tmp_path, Broken())
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_ctrl_c_while_the_engine_starts_exits_with_130(policy, tmp_path, monkeypatch):
+    def interrupted(*_args, **_kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(HFEngine, "start", interrupted)
+    monkeypatch.setattr("sys.argv", ["lit-asyncrl"])
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "--config", "smoke", f"--model.policy.path={policy}", f"--trainer.logger.init_args.save_dir={tmp_path}"])
+    signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+    assert caught.value.code == 130
 
 
 def test_handlers_are_not_installed_outside_the_main_thread():

@@ -146,3 +146,38 @@ def test_a_report_of_another_version_is_refused():
 def test_nan_in_the_probe_is_refused():
     with pytest.raises(WeightSyncError, match="token 2"):
         check_delivery(DeliveryReport(5, [0.0, float("nan")], 0.0), Snapshot(5, {}, [0.5, 0.0]), tolerance=1.0)
+
+
+def _noisy_engine(noise: list[float]) -> ScriptedEngine:
+    """Reports the probe's log-probs with a given error, delivery by delivery."""
+    errors = iter(noise)
+    engine = ScriptedEngine(
+        _respond, lambda version, weights, ids: [value + e for e in [next(errors)] for value in _probe(weights)]
+    )
+    engine.start("", eos_token_ids=[1], probe_ids=[1, 2, 3], max_model_len=None)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("noise", "accepted"), [([0.03, 0.2], True), ([0.03, 0.4], False), ([0.0, 1e-5], True), ([0.0, 1e-4], False)]
+)
+def test_without_a_tolerance_ten_times_the_first_deliverys_noise_is_allowed(noise, accepted, supervisor):
+    publisher = WeightPublisher(_noisy_engine(noise), supervisor=supervisor, timeout_s=5.0)
+    _publish(publisher, 0)
+    try:
+        if accepted:
+            _publish(publisher, 1)
+        else:
+            with pytest.raises(WeightSyncError, match="version 1"):
+                _publish(publisher, 1)
+    finally:
+        publisher.close()
+
+
+def test_a_first_delivery_that_is_off_by_more_than_rounding_is_refused(supervisor):
+    publisher = WeightPublisher(_noisy_engine([1.5]), supervisor=supervisor, timeout_s=5.0)
+    try:
+        with pytest.raises(WeightSyncError, match="version 0"):
+            _publish(publisher, 0)
+    finally:
+        publisher.close()
