@@ -110,6 +110,8 @@ class AsyncRLCLI(LightningCLI):
             value = getattr(trainer, key, None)
             if value is not None and (key, value) != ("accumulate_grad_batches", 1):
                 raise ConfigurationError(f"trainer.{key} must be left out, got {value} (manual optimization). Set {remedy}.")
+        if self.subcommand == "export":
+            check_writable(config.output_dir, "output_dir")
         if self.subcommand == "fit":
             check_writable(str(trainer.default_root_dir or "."), "trainer.default_root_dir")
             for logger in trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]:

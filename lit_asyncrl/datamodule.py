@@ -317,7 +317,8 @@ class RolloutDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue pool and prompts where the snapshot was taken; groups in flight then are sampled again."""
-        if state_dict:
+        assert self.trainer is not None
+        if state_dict and self.trainer.state.fn == "fit":  # an evaluation needs no pool, whatever its settings
             self.pool.load_state_dict(state_dict["pool"])
             self.prompts.load_state_dict(state_dict["prompts"])
 

@@ -110,6 +110,23 @@ def make_model_folder(folder: Path, hidden_size: int = 128, num_layers: int = 4)
     return str(folder)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What the parts share."""
+
+    work_dir: Path
+    steps: int
+    warmup: int
+    threads: int
+    trl_python: str | None
+
+    @property
+    def model(self) -> str:
+        """Folder of the 0.8M model, made on first use."""
+        folder = self.work_dir / "model"
+        return str(folder) if folder.is_dir() else make_model_folder(folder)
+
+
 class RunningTimes(StepTimes):
     """`StepTimes` that also keeps totals which nobody drains."""
 

@@ -18,6 +18,7 @@ import io
 import json
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "stability.jsonl"
 CONFIG = ROOT / "configs" / "experiment" / "stability_lag32.yaml"
 LAG = 32
+RATES = (1e-4, 3e-4, 6e-4)
+"""Rates of the synchronous runs; the lagged ones use the best of them."""
 RAMP_START = 100
 """Updates without lag before it is switched on, in the `ramp` form."""
 
@@ -78,7 +81,9 @@ class Cell:
 def cells(arms: list[str], seeds: list[int], lr: float) -> list[Cell]:
     """Every arm in both forms of the lag at the synchronous run's best rate, and synchronous runs at three rates."""
     lagged = [Cell(arm, form, lr, seed) for seed in seeds for form in ("cold", "ramp") for arm in arms]
-    return lagged + [Cell("tis", "sync", rate, seed) for rate in (3e-4, 1e-4, 6e-4) for seed in seeds]
+    sync = [Cell("tis", "sync", lr, seed) for seed in seeds]
+    other_rates = [Cell("tis", "sync", rate, seed) for rate in RATES if rate != lr for seed in seeds[:3]]
+    return lagged + sync + other_rates
 
 
 def run_cell(cell: Cell, max_steps: int) -> dict[str, Any]:
@@ -112,8 +117,8 @@ def run_cell(cell: Cell, max_steps: int) -> dict[str, Any]:
         *arm.arguments(),
     ]
     started = time.monotonic()
-    with contextlib.redirect_stdout(io.StringIO()):
-        cli = run(arguments)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        cli = run([*arguments, f"--trainer.default_root_dir={folder}"])
     summary = next(c for c in cli.trainer.callbacks if isinstance(c, RunReport)).summary  # type: ignore[attr-defined]
     return {
         "key": cell.key,

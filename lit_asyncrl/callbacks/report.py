@@ -29,7 +29,7 @@ class RunReport(Callback):
     """Logs every update and sums the run up.
 
     Args:
-        histograms_every: updates between histograms of ages, staleness and importance weights.
+        histograms_every: updates between histograms of ages, staleness and importance weights, and readings of memory.
         samples_every: updates between sample completions as text.
         summary_name: file written into the log directory when training ends.
     """
@@ -64,6 +64,8 @@ class RunReport(Callback):
         started = time.perf_counter()
         metrics = self._metrics(trainer, pl_module, batch)
         step = trainer.global_step
+        if step % self.histograms_every == 0:
+            metrics["system/memory_mib"] = _memory_mib()
         if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)

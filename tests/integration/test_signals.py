@@ -100,6 +100,17 @@ def test_a_signal_in_any_window_saves_what_was_learnt(policy, tmp_path, hook, nu
     assert not any("rollout" in t.name for t in threading.enumerate())
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_a_stopped_run_resumes_to_the_weights_of_the_unbroken_one(policy, tmp_path, hook):
+    whole, _ = _run(policy, tmp_path / "whole")
+    _run(policy, tmp_path / "first", SignalAt(hook, signal.SIGTERM))
+    resumed = make_module(policy)
+    trainer = make_trainer(tmp_path, [inline_rollout()], max_steps=3)
+    trainer.fit(resumed, make_data(), ckpt_path=str(tmp_path / "first" / "last.ckpt"))
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_signal_in_the_first_evaluation_ends_the_run_without_an_update(policy, tmp_path):
     class InEvaluation(SignalAt):
         def setup(self, trainer, pl_module, stage):
@@ -285,6 +296,7 @@ def test_a_second_ctrl_c_leaves_at_once(policy, tmp_path):
         command.assert_no_child_left()
 
 
+@pytest.mark.slow  # the default suite kills the trainer of a bare engine
 def test_a_killed_trainer_leaves_no_engine(policy, tmp_path):
     with Command(policy, tmp_path) as command:
         command.process.kill()

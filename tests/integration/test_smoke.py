@@ -50,7 +50,7 @@ trainer:
         save_last: true
 """
 
-INLINE_PREDICT = """
+INLINE = """
 trainer:
   callbacks:
     - class_path: AsyncRollout
@@ -59,9 +59,8 @@ trainer:
           class_path: HFEngine
           init_args:
             mode: inline
-    - class_path: lit_asyncrl.callbacks.predictions.PredictionWriter
-      init_args:
-        path: {path}
+data:
+  max_policy_age: {max_policy_age}
 """
 
 
@@ -94,9 +93,10 @@ def smoke(tmp_path_factory):
 def command(smoke, monkeypatch, tmp_path):
     """Run a subcommand with the smoke run's last checkpoint and the engine in this process; give what `main` made."""
 
-    def call(subcommand: str, *more: str):
+    def call(subcommand: str, *more: str, max_policy_age: int = 0):
         monkeypatch.setattr("sys.argv", ["lit-asyncrl"])
-        config = write(tmp_path, "inline.yaml", INLINE_PREDICT.format(path=tmp_path / "predictions.jsonl"))
+        monkeypatch.chdir(tmp_path)
+        config = write(tmp_path, "inline.yaml", INLINE.format(max_policy_age=max_policy_age))
         return run([subcommand, *arguments(tmp_path), "--config", config, f"--ckpt_path={smoke.checkpoint}", *more])
 
     return call
@@ -193,7 +193,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(command, smoke, subco
 
 
 def test_predict_writes_completions_with_rewards(command, tmp_path):
-    command("predict")
+    command("predict", "--trainer.callbacks+=PredictionWriter")
     records = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(records) == 16
     assert set(records[0]) >= {"set", "prompt", "answer", "completion", "reward", "reward_components", "correct"}
@@ -205,6 +205,14 @@ def exported(smoke, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lit-asyncrl"])
     main(["export", f"--ckpt_path={smoke.checkpoint}", f"--output_dir={tmp_path / 'exported'}"])
     return str(tmp_path / "exported")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_export(smoke, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["lit-asyncrl"])
+    with pytest.raises(SystemExit) as caught:
+        main(["export", f"--ckpt_path={smoke.checkpoint}", "--output_dir=/proc/no/such"])
+    assert caught.value.code == 2
+    assert "output_dir must be a folder that can be written" in capsys.readouterr().err
 
 
 def test_an_exported_policy_has_the_checkpoint_s_logprobs(smoke, exported):
@@ -223,7 +231,7 @@ def test_an_exported_policy_is_a_whole_folder(exported):
 def test_a_run_is_resumed_from_its_checkpoint(smoke, command):
     dispatched = smoke.cli.datamodule.pool.ledger.num_dispatched
     trained = smoke.summary["ledger"]["trained"]["prompts"]
-    cli = command("fit", f"--trainer.max_steps={MAX_STEPS + 2}")
+    cli = command("fit", f"--trainer.max_steps={MAX_STEPS + 2}", max_policy_age=4)
     assert cli.model.policy_version == MAX_STEPS + 2
     ledger = cli.datamodule.pool.ledger
     assert ledger.count("trained") == trained + 2 * 4
