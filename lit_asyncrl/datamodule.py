@@ -269,10 +269,15 @@ class RolloutDataModule(LightningDataModule):
 
         Raises:
             PromptsExhausted: no further batch can come.
+            ConfigurationError: nothing generates.
         """
+        if self.worker is None:
+            raise ConfigurationError(
+                "trainer.callbacks must hold AsyncRollout to train, got none. Add lit_asyncrl.callbacks.AsyncRollout."
+            )
         deadline = time.monotonic() + self.data_timeout_s
         while True:
-            ended = self.worker is not None and self.worker.exhausted
+            ended = self.worker.exhausted
             try:
                 return self.pool.take(policy_version, self.score_groups, min(TAKE_SLICE_S, self.data_timeout_s))
             except WaitTimeoutError as error:
@@ -321,6 +326,10 @@ class RolloutDataModule(LightningDataModule):
         if state_dict and self.trainer.state.fn == "fit":  # an evaluation needs no pool, whatever its settings
             self.pool.load_state_dict(state_dict["pool"])
             self.prompts.load_state_dict(state_dict["prompts"])
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Release the tasks' resources: Lightning calls no teardown after an exception."""
+        self.teardown("exception")
 
     def teardown(self, stage: str) -> None:
         """Release the tasks' resources."""

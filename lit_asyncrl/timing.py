@@ -1,7 +1,8 @@
-"""StepTimes: where the seconds of a training step go, by name."""
+"""StepTimes: where the seconds of a part go, by name. Thread-safe: one thread may measure while another drains."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -34,13 +36,11 @@ class StepTimes:
 
     def add(self, part: str, seconds: float) -> None:
         """Add seconds measured elsewhere."""
-        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+        with self._lock:
+            self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     def drain(self) -> dict[str, float]:
         """Seconds per part since the last call."""
-        seconds, self._seconds = self._seconds, {}
+        with self._lock:
+            seconds, self._seconds = self._seconds, {}
         return seconds
-
-    def drain_one(self, part: str) -> float:
-        """Seconds of one part since it was last drained."""
-        return self._seconds.pop(part, 0.0)

@@ -139,12 +139,6 @@ class RunningTimes(StepTimes):
         super().add(part, seconds)
         self.totals[part] = self.totals.get(part, 0.0) + seconds
 
-    def drain_one(self, part: str) -> float:
-        """Taken out of both: who drains one part adds it again."""
-        seconds = super().drain_one(part)
-        self.totals[part] = self.totals.get(part, 0.0) - seconds
-        return seconds
-
 
 @dataclass
 class TimedRun:

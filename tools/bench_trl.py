@@ -54,7 +54,10 @@ def time_steps(request: Request) -> list[float]:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers.utils import logging
     from trl import GRPOConfig, GRPOTrainer
+
+    logging.disable_progress_bar()
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:

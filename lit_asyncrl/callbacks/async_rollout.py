@@ -264,7 +264,8 @@ class AsyncRollout(Callback):
 
     def evaluate(self, batch: EvaluationBatch) -> EvaluationResult:
         """Evaluate one held-out set with the newest weights; a lagged engine serves them meanwhile and goes back."""
-        with self.publisher.serve_current():
+        # Not in the trainer's autocast, which would reach an engine in this process.
+        with torch.autocast(self.module.device.type, enabled=False), self.publisher.serve_current():
             return self.evaluator.run(batch)
 
     def _evaluate_all(self, area: str) -> dict[str, EvaluationResult]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_asyncrl.callbacks.async_rollout import AsyncRollout
+from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.evaluation import EvaluationResult
 from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.pool.pool import BATCH_WAITER
@@ -90,7 +91,7 @@ class RunReport(Callback):
         interval, self._last_at = now - self._last_at, now
         generated = self._rollout.engine.generated_tokens
         new_tokens, self._generated_before = generated - self._generated_before, generated
-        seconds = module.times.drain()
+        seconds = module.times.drain() | self._rollout.worker.times.drain()
         self._count(batch, step.ess_ratio)
         pool = self._rollout.data.pool
         return {
@@ -238,8 +239,15 @@ class RunReport(Callback):
 
 
 def find_rollout(trainer: Trainer) -> AsyncRollout:
-    """The run's AsyncRollout callback."""
-    return next(c for c in trainer.callbacks if isinstance(c, AsyncRollout))  # type: ignore[attr-defined]
+    """The run's AsyncRollout callback.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, AsyncRollout):
+            return callback
+    raise ConfigurationError("trainer.callbacks must hold AsyncRollout beside RunReport, got none. Add it.")
 
 
 def bound_of(share_trainer_waits: float, share_engine_waits: float) -> str:

@@ -22,6 +22,7 @@ import torch
 from lit_asyncrl.errors import EngineError, StopRequested
 from lit_asyncrl.interfaces import GenerationEngine, PromptStream, RewardScorer, Task, TrajectorySink
 from lit_asyncrl.supervisor import POLL_S, Supervisor
+from lit_asyncrl.timing import StepTimes
 from lit_asyncrl.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 
 Truncated = Literal["train", "mask", "drop"]
@@ -93,6 +94,7 @@ class RolloutWorker:
         self._config = config
         self._served_version = served_version
         self._supervisor = supervisor
+        self.times = StepTimes()
         self._pending: dict[int, _PendingGroup] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -214,7 +216,8 @@ class RolloutWorker:
             self._end(pending, "failed", tokens, "aborted member")
             return
         task = self._tasks[prompt.example.task]
-        components = self._scorer.score(task, [self._decode(c.token_ids) for c in completions], prompt.example)
+        with self.times.measure("reward"):
+            components = self._scorer.score(task, [self._decode(c.token_ids) for c in completions], prompt.example)
         if components is None:
             self._end(pending, "failed", tokens, "reward")
             return
@@ -235,7 +238,7 @@ class RolloutWorker:
         if self._config.zero_variance == "drop" and bool((group.rewards == group.rewards[0]).all()):
             self._end(pending, "dropped", tokens, "zero variance")
             return
-        with self._lock:
+        with self.times.measure("assemble"), self._lock:
             self._sink.add(group)
             self._forget(pending)
 

@@ -1,6 +1,7 @@
 """The README holds: its commands run in order in an empty folder, its Python runs, its paths exist.
 
-Skipped lines are those that set up an environment (the test runs in one) and those marked `# needs a GPU` or `# needs a download`.
+Skipped lines are those that set up an environment (the test runs in one) and those marked `# needs a GPU` or `# needs a
+download`.
 """
 
 import json
@@ -25,9 +26,7 @@ def _commands() -> list[str]:
     lines = [line.split("  #")[0].strip() for block in _blocks("bash") for line in block.splitlines() if line.strip()]
     full = [line for block in _blocks("bash") for line in block.splitlines() if line.strip()]
     return [
-        command
-        for command, line in zip(lines, full, strict=True)
-        if not command.startswith(SETUP) and "# needs a" not in line
+        command for command, line in zip(lines, full, strict=True) if not command.startswith(SETUP) and "# needs a" not in line
     ]
 
 
@@ -53,7 +52,13 @@ def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
     for command in _commands():
         command = command.removeprefix("pip install -e . && ")
         done = subprocess.run(
-            f'PATH="{programs}:$PATH" {command}', shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
+            f'PATH="{programs}:$PATH" {command}',
+            shell=True,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     summary = json.loads((tmp_path / "runs" / "vcpo" / "version_0" / "summary.json").read_text())
@@ -73,7 +78,7 @@ def test_a_task_written_as_in_the_readme_works() -> None:
     example = next(block for block in re.findall(r"^  ```python\n(.*?)^  ```$", README, flags=re.DOTALL | re.MULTILINE))
     namespace: dict[str, object] = {}
     code = "\n".join(line.removeprefix("  ") for line in example.splitlines())
-    exec(compile(code, "README.md", "exec"), namespace)
+    exec(compile(code, "README.md", "exec"), namespace)  # noqa: S102 - the README's own example
     task = namespace["DoubleTask"]()  # type: ignore[operator]
     assert task.rewards[0]("77", task.train_example(7)) == 1.0
     assert {task.train_example(i).prompt for i in range(8)}.isdisjoint({task.heldout_example(i).prompt for i in range(2)})

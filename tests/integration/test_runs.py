@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import warnings
 
 import lightning.pytorch as pl
@@ -52,6 +53,14 @@ def weights_of(module: PolicyModule) -> list[torch.Tensor]:
 def assert_bit_equal(one: PolicyModule, other: PolicyModule) -> None:
     for a, b in zip(weights_of(one), weights_of(other), strict=True):
         assert torch.equal(a, b)
+
+
+def wait_until(predicate, timeout_s: float) -> None:
+    """Poll for the end of threads that nobody joins."""
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.01)
 
 
 def spy_on_take(data, order: list[str]) -> None:
@@ -337,9 +346,20 @@ def test_a_callback_that_raises_leaves_nothing_behind(policy, tmp_path):
         def on_train_batch_end(self, *_):
             raise ZeroDivisionError("in a user's callback")
 
+    reward, before = Closable(), threading.active_count()
     with pytest.raises(ZeroDivisionError):
-        fit(policy, tmp_path, Broken())
-    assert not any("rollout" in t.name for t in threading.enumerate())
+        fit(policy, tmp_path, Broken(), data=make_data(task=ReverseDigits(3, 5, rewards=[reward])))
+    wait_until(lambda: threading.active_count() <= before, 5.0)
+    assert reward.closed
+
+
+class Closable(LongAnswer):
+    """Notes that it was closed."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_validation_needs_no_fit(policy, tmp_path):

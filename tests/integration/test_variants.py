@@ -35,9 +35,32 @@ def fit(folder, module, data=None, *callbacks, max_steps=3, ckpt_path=None, **tr
 
 def test_mixed_precision_keeps_float32_weights(policy, tmp_path):
     module = make_module(policy, advantage=OPOB(score_norm="logit_proxy"))
-    fit(tmp_path, module, precision="bf16-mixed")
+    fit(tmp_path, module, precision="bf16-mixed", val_check_interval=1, limit_val_batches=1.0)
     assert module.policy_version == 3
     assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("callbacks", [[], [RunReport()]], ids=["no callback", "report alone"])
+def test_training_without_the_rollout_callback_is_refused(policy, tmp_path, callbacks):
+    with pytest.raises(ConfigurationError, match=r"trainer\.callbacks must hold AsyncRollout"):
+        make_trainer(tmp_path, callbacks).fit(make_module(policy), make_data())
+
+
+def test_lightning_s_defaults_work(policy, tmp_path):
+    """Sanity check, validation at the end of each epoch, logger, checkpoints, progress bar and model summary."""
+    module, report = make_module(policy), RunReport()
+    trainer = pl.Trainer(accelerator="cpu", max_steps=5, default_root_dir=tmp_path, callbacks=[inline_rollout(), report])
+    trainer.fit(module, make_data(updates_per_epoch=3))
+    assert module.policy_version == 5
+    assert [e["policy_version"] for e in report.summary["evaluations"]] == [3]
+
+
+def test_a_fast_development_run_makes_one_update(policy, tmp_path):
+    module = make_module(policy)
+    callbacks = [inline_rollout(), RunReport()]
+    trainer = pl.Trainer(accelerator="cpu", fast_dev_run=True, default_root_dir=tmp_path, callbacks=callbacks)
+    trainer.fit(module, make_data())
+    assert module.policy_version == 1
 
 
 def test_gradient_checkpointing_gives_the_same_update(policy, tmp_path):
