@@ -40,6 +40,17 @@ from lit_asyncrl.module import PolicyModule, export_policy, read_checkpoint
 from lit_asyncrl.strict_yaml import check_yaml_file
 
 
+MEANT = (
+    ".*does not have many workers.*",  # the loaders only hand on what the pool holds
+    ".*Couldn't infer the batch indices.*",  # an evaluation batch is a whole held-out set
+    ".*The dirpath has changed from.*",  # each run has a folder of its own
+    "(?s).*ModelCheckpoint.*manual.*optimiz.*",  # a checkpoint holds the weights after the update
+    ".*in eval mode at the start of training.*",  # no dropout: log-probs must not be noisy
+    ".*treespec, LeafSpec.*",  # Lightning's own call of PyTorch
+)
+"""Warnings of Lightning that describe this project's intent."""
+
+
 class Trainer(pl.Trainer):
     """Lightning's Trainer with one more command."""
 
@@ -98,6 +109,14 @@ class AsyncRLCLI(LightningCLI):
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if path is not None and path not in ("last", "best", "hpc") and "://" not in path:
             read_checkpoint(path)
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """`predict` always writes its completions; a config may hold a PredictionWriter with another path."""
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.subcommand == "predict" and not any(isinstance(callback, PredictionWriter) for callback in callbacks):
+            callbacks.append(PredictionWriter())
+        return trainer
 
     def before_instantiate_classes(self) -> None:
         """Check what can be checked before anything exists."""
@@ -186,11 +205,7 @@ def run(args: ArgsType = None) -> AsyncRLCLI:
     arguments = resolve_configs(list(args) if args is not None else sys.argv[1:])
     if args is None:
         sys.argv[1:] = arguments
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
     quiet_lightning()
-    warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
-    warnings.filterwarnings("ignore", "(?s).*ModelCheckpoint.*manual.*optimiz.*")  # saving after the update is what is meant
-    warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")  # no dropout: log-probs must not be noisy
     return AsyncRLCLI(
         PolicyModule,
         RolloutDataModule,
@@ -203,7 +218,9 @@ def run(args: ArgsType = None) -> AsyncRLCLI:
 
 
 def quiet_lightning() -> None:
-    """Drop Lightning's product tips: they say nothing about the run."""
+    """Drop Lightning's product tips, and warnings about what is meant to be as it is."""
+    for message in MEANT:
+        warnings.filterwarnings("ignore", message)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
 
 

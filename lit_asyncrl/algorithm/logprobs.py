@@ -99,7 +99,7 @@ class _RowLogprobs(torch.autograd.Function):
             # d log p(target) / d logits = (onehot(target) - softmax) / temperature
             row_grads = scores.sub_(normalizer[chunk, None]).exp_().mul_(-weight)
             row_grads.scatter_add_(-1, targets[chunk, None], weight)
-            result[rows[chunk]] = row_grads.to(result.dtype)
+            result.index_add_(0, rows[chunk], row_grads.to(result.dtype))
         return result.view_as(logits), None, None, None, None
 
 
