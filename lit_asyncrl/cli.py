@@ -32,13 +32,13 @@ import lit_asyncrl.tasks.countdown
 import lit_asyncrl.tasks.jsonl
 import lit_asyncrl.tasks.mixture  # noqa: F401
 from lit_asyncrl.callbacks import AsyncRollout, EssLrScale, RunReport  # noqa: F401
+from lit_asyncrl.callbacks.async_rollout import check_settings
 from lit_asyncrl.callbacks.predictions import PredictionWriter
 from lit_asyncrl.callbacks.signals import EXIT_CODES
-from lit_asyncrl.datamodule import RolloutDataModule
+from lit_asyncrl.datamodule import RolloutDataModule, lag_of
 from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, DataError, StopRequested
 from lit_asyncrl.module import PolicyModule, export_policy, read_checkpoint
 from lit_asyncrl.strict_yaml import check_yaml_file
-
 
 MEANT = (
     ".*does not have many workers.*",  # the loaders only hand on what the pool holds
@@ -110,6 +110,10 @@ class AsyncRLCLI(LightningCLI):
         if path is not None and path not in ("last", "best", "hpc") and "://" not in path:
             read_checkpoint(path)
 
+    def before_fit(self) -> None:
+        """Refuse a run that cannot work."""
+        refuse_early(self.trainer, self.model, self.datamodule)
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """`predict` always writes its completions; a config may hold a PredictionWriter with another path."""
         trainer = super().instantiate_trainer(**kwargs)
@@ -139,6 +143,18 @@ class AsyncRLCLI(LightningCLI):
                     check_writable(str(save_dir), "trainer.logger.save_dir")
             if config.data.save_rollouts is not None:
                 check_writable(config.data.save_rollouts, "data.save_rollouts")
+
+
+def refuse_early(trainer: Any, module: PolicyModule, data: RolloutDataModule) -> None:
+    """Every check that needs no running part, before Lightning makes a log folder.
+
+    Raises:
+        ConfigurationError, DataError: what is wrong, and the remedy.
+    """
+    data.prepare(module, lag_of(trainer))
+    for callback in trainer.callbacks:
+        if isinstance(callback, AsyncRollout):
+            check_settings(callback, module, data, trainer.precision)
 
 
 def check_writable(folder: str, key: str) -> None:

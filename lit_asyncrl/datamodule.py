@@ -120,7 +120,7 @@ class RolloutDataModule(LightningDataModule):
         self._make_scorer = partial(RewardRunner, timeout_s=reward_timeout_s, on_error=on_reward_error)
         self.scorer = self._make_scorer()
         self.worker: RolloutWorker | None = None
-        self._restored: dict[str, Any] | None = None
+        self._prepared_for: PolicyModule | None = None
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._check()
 
@@ -159,36 +159,49 @@ class RolloutDataModule(LightningDataModule):
         module: Any = self.trainer.lightning_module
         return module
 
+    def prepare(self, module: PolicyModule, publish_lag: int) -> None:
+        """Read the tasks, load the policy, and check prompts and pool: all that can refuse a run. Starts and writes nothing.
+
+        Raises:
+            ConfigurationError, DataError: what is wrong, and the remedy.
+        """
+        self._make_pool(publish_lag)
+        if self._prepared_for is not module:
+            self.tasks: Mapping[str, Task] = self._collect_tasks()
+            module.configure_model()
+            self._check_prompts(module.tokenizer, module.context_length())
+            self._prepared_for = module
+
     def setup(self, stage: str) -> None:
-        """Read the task, check prompts and settings against the policy, and make the pool. Nothing is started here."""
+        """Make prompt source and pool anew for this run, and whatever `prepare` does if it was not called before."""
         self.supervisor = Supervisor()
         self.scorer = self._make_scorer(supervisor=self.supervisor)
         self.worker = None
         self._snapshot = None
-        tokenizer = self._module.tokenizer
-        self.tasks: Mapping[str, Task] = self._collect_tasks()
-        self._module.configure_model()
-        context = self._module.context_length()
-        self._check_prompts(tokenizer, context)
+        module = self._module
+        publish_lag = lag_of(self.trainer)
+        self.prepare(module, publish_lag)
         if self.save_rollouts is not None:
             Path(self.save_rollouts).mkdir(parents=True, exist_ok=True)
-        seed = self.seed if self.seed is not None else _global_seed()
-        self.run_seed = seed
+        self.run_seed = self.seed if self.seed is not None else _global_seed()
         self.prompts = PromptSource(
             self.task,
-            tokenizer,
-            seed=seed,
+            module.tokenizer,
+            seed=self.run_seed,
             max_new_tokens=self.sampling.max_new_tokens,
-            context=context,
+            context=module.context_length(),
             max_epochs=self.max_prompt_epochs,
         )
-        self.pool = TrajectoryPool(
+        self.pool = self._make_pool(publish_lag)
+
+    def _make_pool(self, publish_lag: int) -> TrajectoryPool:
+        return TrajectoryPool(
             batch_groups=self.batch_groups,
             sampler=self.sampler,
             max_policy_age=self.max_policy_age,
             age_measure=self.age_measure,
             capacity_groups=self.capacity_groups,
-            publish_lag=_publish_lag(self.trainer),
+            publish_lag=publish_lag,
             supervisor=self.supervisor,
         )
 
@@ -197,7 +210,7 @@ class RolloutDataModule(LightningDataModule):
         for root in (self.task, *(s.task for s in self.evaluation.values() if s.task is not None)):
             root.setup()
             for leaf in leaf_tasks(root):
-                if tasks.setdefault(leaf.name, leaf) is not leaf and leaf_tasks(root):
+                if tasks.setdefault(leaf.name, leaf) is not leaf:
                     raise ConfigurationError(f"data.task names must differ, got {leaf.name!r} twice. Set `name` on one of them.")
         return tasks
 
@@ -383,7 +396,7 @@ def score_groups(
     return [by_id[group.group_id] for group in groups]
 
 
-def _publish_lag(trainer: Any) -> int:
+def lag_of(trainer: Any) -> int:
     """The lag that the AsyncRollout callback forces, in updates; the datamodule is set up before any callback is."""
     return max((getattr(callback, "publish_lag", 0) for callback in getattr(trainer, "callbacks", ())), default=0)
 

@@ -58,7 +58,7 @@ class AsyncRollout(Callback):
         publish_lag: int = 0,
         publish_lag_start: int = 0,
         probe_tolerance: float | None = None,
-        sync_timeout_s: float = 120.0,
+        sync_timeout_s: float = 60.0,
         evaluation_timeout_s: float = 600.0,
         evaluate_first: bool = True,
         evaluate_last: bool = True,
@@ -98,7 +98,7 @@ class AsyncRollout(Callback):
             )
         self.module, self.data = pl_module, data
         self.supervisor = data.supervisor
-        check_settings(self, pl_module, data)
+        check_settings(self, pl_module, data, trainer.precision)
         pl_module.evaluate = self.evaluate
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -293,7 +293,7 @@ def checkpoint_dir(trainer: Trainer) -> str:
     return os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")  # noqa: PTH118 - may be a URL
 
 
-def check_settings(rollout: AsyncRollout, module: PolicyModule, data: RolloutDataModule) -> None:
+def check_settings(rollout: AsyncRollout, module: PolicyModule, data: RolloutDataModule, precision: str) -> None:
     """Refuse settings that contradict each other, all in one message.
 
     Raises:
@@ -312,7 +312,6 @@ def check_settings(rollout: AsyncRollout, module: PolicyModule, data: RolloutDat
             "(a baseline of one response is its own reward: every advantage would be 0). Raise group_size or use Reinforce-style "
             "advantages without a group baseline."
         )
-    precision = str(module.trainer.precision)
     if precision not in PRECISIONS:
         problems.append(
             f"trainer.precision must be one of {PRECISIONS}, got {precision} (master weights stay in float32, where an update of "
