@@ -79,11 +79,10 @@ class Cell:
 
 
 def cells(arms: list[str], seeds: list[int], lr: float) -> list[Cell]:
-    """Every arm in both forms of the lag at the synchronous run's best rate, and synchronous runs at three rates."""
+    """Synchronous runs at three rates (three seeds), then every arm in both forms of the lag, and the other synchronous seeds."""
+    rates = [Cell("tis", "sync", rate, seed) for rate in RATES for seed in seeds[:3]]
     lagged = [Cell(arm, form, lr, seed) for seed in seeds for form in ("cold", "ramp") for arm in arms]
-    sync = [Cell("tis", "sync", lr, seed) for seed in seeds]
-    other_rates = [Cell("tis", "sync", rate, seed) for rate in RATES if rate != lr for seed in seeds[:3]]
-    return lagged + sync + other_rates
+    return rates + lagged + [Cell("tis", "sync", lr, seed) for seed in seeds[3:]]
 
 
 def run_cell(cell: Cell, max_steps: int) -> dict[str, Any]:
