@@ -177,7 +177,7 @@ class PolicyGradient:
     def _batched(self, model: nn.Module, whole: MicroBatch, batch: MicroBatch, rows: Tensor, scales: Tensor) -> MicroBatchStats:
         """Exact norms and gradient from one forward and one backward."""
         with BatchedScores(model, batch.num_trajectories) as scores:
-            scored = token_logprobs(model, batch)
+            scored = token_logprobs(model, batch, share_prefix=False)
             scores.backward(scored.logprobs.masked_fill(~batch.loss_mask, 0.0).sum())
         evaluation = _evaluate(whole, rows, batch, scored)
         norms = scores.norms_squared()

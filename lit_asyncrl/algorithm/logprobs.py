@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lit_asyncrl.algorithm.shared_prefix import cheapest_layout, plain_layout
 from lit_asyncrl.types import MicroBatch
 
 CHUNK_ELEMENTS = 1 << 20
@@ -32,39 +33,47 @@ class TokenLogprobs(NamedTuple):
     energy: Tensor | None
 
 
-def token_logprobs(model: nn.Module, micro_batch: MicroBatch, *, need_energy: bool = False) -> TokenLogprobs:
+def token_logprobs(
+    model: nn.Module, micro_batch: MicroBatch, *, need_energy: bool = False, share_prefix: bool = True
+) -> TokenLogprobs:
     """Score the tokens of a micro-batch under `model`.
 
     Logits are divided by `micro_batch.temperature` (0, greedy, counts as 1) and normalized in float32, also under autocast.
-    No attention mask is passed: padding is on the right and attention causal, so that no real token can see it, and without a
-    mask the attention kernels take their fast causal path. Works under `torch.no_grad()`.
+    Members of a group that begin alike may share a row (see `cheapest_layout`); otherwise no attention mask is passed, and the
+    attention kernels take their fast causal path. Works under `torch.no_grad()`.
 
     Args:
         model: Hugging Face causal language model (accepts `logits_to_keep`).
         micro_batch: see `MicroBatch`; tokens with `loss_mask` or a version of at least 0 are scored, token 0 never.
         need_energy: whether to compute `energy`.
+        share_prefix: False: one row per trajectory, for callers that look into the model.
     """
-    batch_size, num_tokens = micro_batch.input_ids.shape
+    layout = cheapest_layout(model, micro_batch) if share_prefix else plain_layout(micro_batch)
     needed = (micro_batch.loss_mask | (micro_batch.token_versions >= 0)) & micro_batch.attention_mask
     rows, tokens = needed[:, 1:].nonzero(as_tuple=True)  # token t + 1 is scored by the logits at t
-    first = int(tokens.min()) if tokens.numel() else num_tokens - 1
-    positions = torch.arange(num_tokens, device=micro_batch.input_ids.device).expand(batch_size, num_tokens)
+    columns = layout.columns[rows, tokens]
+    width = layout.input_ids.shape[1]
+    first = int(columns.min()) if columns.numel() else width - 1
     logits = model(
-        input_ids=micro_batch.input_ids, position_ids=positions, use_cache=False, logits_to_keep=num_tokens - first
+        input_ids=layout.input_ids,
+        position_ids=layout.position_ids,
+        attention_mask=layout.attention_mask,
+        use_cache=False,
+        logits_to_keep=width - first,
     ).logits
-    flat_rows = rows * logits.shape[1] + tokens - first
+    flat_rows = layout.rows[rows] * logits.shape[1] + columns - first
     targets = micro_batch.input_ids[rows, tokens + 1]
     temperature = micro_batch.temperature or 1.0
     logprobs, entropy, energy = _RowLogprobs.apply(logits, flat_rows, targets, temperature, need_energy)
 
     def scatter(values: Tensor) -> Tensor:
-        return values.new_zeros(batch_size, num_tokens).index_put((rows, tokens + 1), values)
+        return values.new_zeros(needed.shape).index_put((rows, tokens + 1), values)
 
     return TokenLogprobs(scatter(logprobs), scatter(entropy), scatter(energy) if need_energy else None)
 
 
 class _RowLogprobs(torch.autograd.Function):
-    """Log-prob of one target per chosen row of logits; saves the logits as they are and one number per row."""
+    """Log-prob of one target per chosen row of logits, a row possibly several times; saves the logits and one number each."""
 
     @staticmethod
     def forward(

@@ -6,7 +6,7 @@ log-probs compute the output gradients (no weight gradients), forms the norms, a
 the trajectories' log-probs, without a second backward:
 
     with BatchedScores(model, batch_size) as scores:
-        logprobs = token_logprobs(model, micro_batch).logprobs
+        logprobs = token_logprobs(model, micro_batch, share_prefix=False).logprobs
         scores.backward(logprobs[loss_mask].sum())
     norms = scores.norms_squared()
     scores.accumulate(coefficients_that_may_depend_on_norms)

@@ -29,7 +29,7 @@ def batched(model: nn.Module, batch: MicroBatch, coefficients: Tensor) -> tuple[
     check_supported(model)
     model.zero_grad()
     with BatchedScores(model, batch.num_trajectories) as scores:
-        logprobs = token_logprobs(model, batch).logprobs
+        logprobs = token_logprobs(model, batch, share_prefix=False).logprobs
         scores.backward(logprobs.masked_fill(~batch.loss_mask, 0.0).sum())
     norms = scores.norms_squared()
     scores.accumulate(coefficients)
@@ -101,7 +101,7 @@ def test_gradients_are_added_to_those_already_there() -> None:
     ones = torch.ones(batch.num_trajectories, dtype=torch.float64)
     once = batched(model, batch, ones)[1]
     with BatchedScores(model, batch.num_trajectories) as scores:
-        scores.backward(token_logprobs(model, batch).logprobs.masked_fill(~batch.loss_mask, 0.0).sum())
+        scores.backward(token_logprobs(model, batch, share_prefix=False).logprobs.masked_fill(~batch.loss_mask, 0.0).sum())
     scores.accumulate(ones)
     torch.testing.assert_close(gradient_of(model), 2 * once)
 

@@ -37,6 +37,23 @@ def test_values_and_gradient_equal_the_definition(chunk: int, monkeypatch: pytes
     torch.testing.assert_close(*gradients, atol=1e-10, rtol=1e-10)
 
 
+def test_the_last_token_is_not_fed() -> None:
+    model, batch = make_model("tied qwen3", torch.float32), make_batch(dtype=torch.float32)
+    shapes = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))  # type: ignore[operator]
+    token_logprobs(model, batch, share_prefix=False)
+    assert shapes == [(12, 13)]  # of [12, 14]
+
+
+def test_a_row_of_logits_that_scores_two_targets_gets_both_gradients() -> None:
+    logits = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log().expand(1, 1, 3).clone().requires_grad_()
+    logprobs = logprobs_module._RowLogprobs.apply(logits, torch.tensor([0, 0]), torch.tensor([0, 2]), 1.0, False)[0]
+    (2.0 * logprobs[0] + logprobs[1]).backward()
+    assert logits.grad is not None
+    # 2 (e_0 - p) + (e_2 - p) = (2, 0, 1) - 3 p
+    assert logits.grad.flatten().tolist() == pytest.approx([-0.1, -0.6, 0.7])
+
+
 def test_energy_is_the_squared_norm_of_the_logit_score() -> None:
     logits = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log().expand(1, 3, 3)
     targets = torch.tensor([0, 1, 2])
