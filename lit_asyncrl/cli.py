@@ -21,6 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported so that their classes are found by short name on the command line and in YAML.
 import lit_asyncrl.algorithm.advantages
@@ -135,6 +136,8 @@ class AsyncRLCLI(LightningCLI):
                 raise ConfigurationError(f"trainer.{key} must be left out, got {value} (manual optimization). Set {remedy}.")
         if self.subcommand == "export":
             check_writable(config.output_dir, "output_dir")
+        if trainer.enable_progress_bar is False and trainer.callbacks:
+            trainer.callbacks = [c for c in trainer.callbacks if not c.class_path.endswith("ProgressBar")]
         if self.subcommand == "fit":
             check_writable(str(trainer.default_root_dir or "."), "trainer.default_root_dir")
             for logger in trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]:
@@ -154,7 +157,7 @@ def refuse_early(trainer: Any, module: PolicyModule, data: RolloutDataModule) ->
     data.prepare(module, lag_of(trainer))
     for callback in trainer.callbacks:
         if isinstance(callback, AsyncRollout):
-            check_settings(callback, module, data, trainer.precision)
+            check_settings(callback, trainer, module, data)
 
 
 def check_writable(folder: str, key: str) -> None:
@@ -240,19 +243,31 @@ def quiet_lightning() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
 
 
+def user_error(error: BaseException | None) -> BaseException | None:
+    """The user's mistake in a chain of exceptions (the parser wraps those of constructors), or None if there is none."""
+    while error is not None:
+        if isinstance(error, (ConfigurationError, DataError, CheckpointError, MisconfigurationException)):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def main(args: ArgsType = None) -> None:
     """Entry point of `lit-asyncrl`. Exits with 0, 1 (error), 2 (wrong arguments or files), 130 (SIGINT) or 143 (SIGTERM)."""
     try:
         cli = run(args)
-    except (ConfigurationError, DataError, CheckpointError) as error:
-        print(f"lit-asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the command's error output
-        raise SystemExit(2) from None
     except StopRequested as request:  # before training began, or in `predict`
         raise SystemExit(EXIT_CODES.get(str(request), 1)) from None
     except SystemExit as leaving:  # Lightning's exit, with 1, after a Ctrl-C while the engine started
         if isinstance(leaving.__context__, KeyboardInterrupt):
             raise SystemExit(EXIT_CODES["SIGINT"]) from None
         raise
+    except Exception as error:
+        refusal = user_error(error)
+        if refusal is None:
+            raise
+        print(f"lit-asyncrl: {refusal}", file=sys.stderr)  # noqa: T201 - the command's error output
+        raise SystemExit(2) from None
     reason = getattr(cli.datamodule, "supervisor", None) and cli.datamodule.supervisor.stop_reason
     if reason in EXIT_CODES:
         raise SystemExit(EXIT_CODES[reason])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from lit_asyncrl.errors import ConfigurationError, StopRequested, WaitTimeoutError
+from lit_asyncrl.errors import CheckpointError, ConfigurationError, StopRequested, WaitTimeoutError
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationSet
 from lit_asyncrl.generation.rollout import RolloutConfig, RolloutWorker, Truncated, ZeroVariance, sample_record
 from lit_asyncrl.interfaces import Task
@@ -33,7 +34,7 @@ from lit_asyncrl.tasks.digits import ReverseDigits
 from lit_asyncrl.tasks.mixture import leaf_tasks
 from lit_asyncrl.tasks.prompt_source import PromptSource, check_prompt_length, derive_seed, tokenize_prompt
 from lit_asyncrl.tasks.runner import RewardRunner
-from lit_asyncrl.types import Prompt, SamplingParams, TrainBatch, TrajectoryGroup
+from lit_asyncrl.types import Example, Prompt, SamplingParams, TrainBatch, TrajectoryGroup
 
 if TYPE_CHECKING:
     from lit_asyncrl.module import PolicyModule
@@ -73,7 +74,7 @@ class RolloutDataModule(LightningDataModule):
         on_reward_error: a reward that raises, hangs or is not finite ends the run, or fails its group, which is counted.
         data_timeout_s: seconds that the trainer waits for a batch before the run ends with an error.
         max_prompt_epochs: passes through the training split; None: without end.
-        save_rollouts: folder for sampled trajectories as JSONL (one group per update); None: not saved.
+        save_rollouts: folder for sampled trajectories as JSONL, one group of each update, for reading; None: not saved.
         seed: of prompts and sampling; None: `seed_everything`'s.
     """
 
@@ -210,17 +211,40 @@ class RolloutDataModule(LightningDataModule):
         for root in (self.task, *(s.task for s in self.evaluation.values() if s.task is not None)):
             root.setup()
             for leaf in leaf_tasks(root):
+                if not leaf.rewards:
+                    raise ConfigurationError(f"data.task must have at least one reward function, got none (task {leaf.name!r}).")
                 if tasks.setdefault(leaf.name, leaf) is not leaf:
                     raise ConfigurationError(f"data.task names must differ, got {leaf.name!r} twice. Set `name` on one of them.")
         return tasks
 
     def _check_prompts(self, tokenizer: Any, context: int | None) -> None:
+        """Check prompts of the training split and of every held-out set, and that there are enough of them."""
+        prompts = self.task.num_train * (1 if self.max_prompt_epochs is None else self.max_prompt_epochs)
+        least = 1 if self.max_prompt_epochs is None else self.batch_groups
+        if prompts < least:
+            raise ConfigurationError(
+                f"data.task must give at least {least} prompts, got {self.task.num_train} an epoch (data.max_prompt_epochs: "
+                f"{self.max_prompt_epochs}). Give more prompts, raise data.max_prompt_epochs, or lower data.batch_groups."
+            )
         stored = any(getattr(task, "is_stored", False) for task in self.tasks.values())
         limit = MAX_CHECKED_PROMPTS if stored else PROCEDURAL_CHECKED_PROMPTS
+        budget = self.sampling.max_new_tokens
         for index in range(min(limit, self.task.num_train)):
-            example = self.task.train_example(index)
-            ids = tokenize_prompt(tokenizer, example)
-            check_prompt_length(ids, example, max_new_tokens=self.sampling.max_new_tokens, context=context)
+            self._tokenize(self.task.train_example(index), tokenizer, budget, context)
+        for heldout in self.evaluation.values():
+            task = heldout.task or self.task
+            number = max(heldout.num_prompts, heldout.final_num_prompts)
+            for index in range(min(limit, number, task.num_heldout)):
+                self._tokenize(task.heldout_example(index), tokenizer, heldout.sampling(budget).max_new_tokens, context)
+
+    def _tokenize(self, example: Example, tokenizer: Any, max_new_tokens: int, context: int | None) -> tuple[int, ...]:
+        ids = tokenize_prompt(tokenizer, example)
+        if example.task not in self.tasks:
+            raise ConfigurationError(
+                f"data.task must name itself in its examples, got {example.task!r}, which is none of {sorted(self.tasks)}."
+            )
+        check_prompt_length(ids, example, max_new_tokens=max_new_tokens, context=context)
+        return ids
 
     def evaluation_batches(self, *, final: bool) -> list[EvaluationBatch]:
         """Every held-out set as one batch; the same prompts and seeds at every evaluation of a run."""
@@ -233,8 +257,7 @@ class RolloutDataModule(LightningDataModule):
             prompts = []
             for index in range(number):
                 example = task.heldout_example(index)
-                ids = tokenize_prompt(tokenizer, example)
-                check_prompt_length(ids, example, max_new_tokens=sampling.max_new_tokens, context=context)
+                ids = self._tokenize(example, tokenizer, sampling.max_new_tokens, context)
                 prompts.append(Prompt(index, example, index, ids, 0, 0, derive_seed("evaluation", self.run_seed, name, index)))
             batches.append(EvaluationBatch(name, tuple(prompts), heldout.num_samples, sampling))
         return batches
@@ -299,8 +322,15 @@ class RolloutDataModule(LightningDataModule):
                 if time.monotonic() >= deadline:
                     raise WaitTimeoutError(
                         f"data.data_timeout_s must cover the longest wait for a batch, got {self.data_timeout_s} s without one. "
-                        f"{error}"
+                        f"{self._starved()}Waited for {str(error).partition(' for ')[2]}"
                     ) from error
+
+    def _starved(self) -> str:
+        """Why no group reached the pool, where groups were generated and left."""
+        lost = [
+            f"{row.prompts} {row.state} ({row.reason})" for row in self.pool.ledger.rows() if row.state in ("dropped", "failed")
+        ]
+        return f"Groups that left untrained so far: {', '.join(lost)}. " if lost else ""
 
     def score_groups(self, groups: Sequence[TrajectoryGroup]) -> list[Tensor]:
         """PACE's `PrefixScorer`: log-probs of whole groups under the current policy."""
@@ -329,14 +359,27 @@ class RolloutDataModule(LightningDataModule):
         if self._snapshot is None or self._snapshot[0] != version:
             frozen: AbstractContextManager[list[Prompt]] = nullcontext([]) if self.worker is None else self.worker.frozen()
             with frozen as outstanding:
-                state = {"pool": self.pool.state_dict(), "prompts": self.prompts.state_dict(outstanding)}
+                state = {
+                    "tasks": sorted(self.tasks),
+                    "pool": self.pool.state_dict(),
+                    "prompts": self.prompts.state_dict(outstanding),
+                }
             self._snapshot = (version, state)
         return self._snapshot[1]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue pool and prompts where the snapshot was taken; groups in flight then are sampled again."""
+        """Continue pool and prompts where the snapshot was taken; groups in flight then are sampled again.
+
+        Raises:
+            CheckpointError: the checkpoint's prompts are of other tasks.
+        """
         assert self.trainer is not None
         if state_dict and self.trainer.state.fn == "fit":  # an evaluation needs no pool, whatever its settings
+            if state_dict["tasks"] != sorted(self.tasks):
+                raise CheckpointError(
+                    f"data.task must be that of the checkpoint, got {sorted(self.tasks)} instead of {state_dict['tasks']} (its "
+                    "prompts and groups go on). To train the policy on another task, export it and start anew."
+                )
             self.pool.load_state_dict(state_dict["pool"])
             self.prompts.load_state_dict(state_dict["prompts"])
 
@@ -348,7 +391,10 @@ class RolloutDataModule(LightningDataModule):
         """Release the tasks' resources."""
         self.scorer.close()
         for task in getattr(self, "tasks", {}).values():
-            task.close()
+            try:
+                task.close()
+            except Exception as error:  # noqa: BLE001 - a user's code; the run's result must not be lost to it
+                warnings.warn(f"Task {task.name!r} could not be closed: {error!r}.", stacklevel=2)
 
 
 class TrainLoader:
@@ -364,9 +410,12 @@ class TrainLoader:
         for _ in range(len(self)):
             try:
                 batch = self._data.take_batch()
-            except (StopRequested, PromptsExhausted):
+            except (StopRequested, PromptsExhausted) as reason:
                 assert self._data.trainer is not None
                 self._data.trainer.should_stop = True
+                left = len(self._data.pool)
+                if left and isinstance(reason, PromptsExhausted):
+                    warnings.warn(f"The prompts have ended: {left} groups, fewer than a batch, stay untrained.", stacklevel=2)
                 return
             yield batch
 

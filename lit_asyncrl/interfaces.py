@@ -188,9 +188,11 @@ class Advantage(ABC):
 
     Attributes:
         score_norm: which per-trajectory squared score norms it needs; None for none.
+        min_group_size: fewest responses of a prompt that give a signal; 1 for a baseline that does not come from the group.
     """
 
     score_norm: str | None = None
+    min_group_size: int = 2
 
     @abstractmethod
     def __call__(

@@ -8,6 +8,7 @@ learning-rate scale) -> clip to `max_grad_norm` -> optimizer -> scheduler -> `po
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -258,6 +259,12 @@ class PolicyModule(LightningModule):
         """
         if "lit_asyncrl" not in checkpoint:
             raise CheckpointError("ckpt_path must name a checkpoint written by lit-asyncrl, got one without its version record.")
+        path = checkpoint["lit_asyncrl"]["policy_path"]
+        if path != self.policy.path:
+            warnings.warn(
+                f"model.policy.path is {self.policy.path!r}, and was {path!r} in the checkpoint, whose weights go on.",
+                stacklevel=2,
+            )
         self.policy_version = int(checkpoint["lit_asyncrl"]["policy_version"])
         self.num_skipped = int(checkpoint["lit_asyncrl"]["num_skipped"])
 

@@ -30,12 +30,17 @@ class Example:
         answer: what the reward functions compare with (plain Python value).
         task: name of the task that made it.
         index: position within the task's split; the same index always gives the same example.
+        source: where a person finds it, such as `train.jsonl:17`, for messages; empty for procedural tasks.
     """
 
     prompt: str | list[dict[str, str]]
     answer: Any
     task: str
     index: int
+    source: str = ""
+
+    def __str__(self) -> str:
+        return self.source or f"example {self.index} of task {self.task!r}"
 
 
 @dataclass(frozen=True, slots=True)

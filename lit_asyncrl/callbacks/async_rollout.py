@@ -98,7 +98,7 @@ class AsyncRollout(Callback):
             )
         self.module, self.data = pl_module, data
         self.supervisor = data.supervisor
-        check_settings(self, pl_module, data, trainer.precision)
+        check_settings(self, trainer, pl_module, data)
         pl_module.evaluate = self.evaluate
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -207,14 +207,15 @@ class AsyncRollout(Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop producing and evaluate the result; after a signal save what was learnt instead."""
+        """Stop producing, evaluate the result (not after a signal), and save what was learnt since the last checkpoint."""
         self.train_s = time.monotonic() - self.train_started_at
         self.data.pool.close_admission()
         if self.evaluate_last and self.supervisor.stop_reason is None:
             with suppress(StopRequested):
                 self.last_results = self._evaluate_all("val")
-        if self.supervisor.stop_reason is not None and self.module.policy_version > self._saved_version:
-            trainer.save_checkpoint(os.path.join(checkpoint_dir(trainer), "last.ckpt"))  # noqa: PTH118 - may be a URL
+        wanted = self.supervisor.stop_reason is not None or trainer.checkpoint_callback is not None
+        if wanted and self.module.policy_version > self._saved_version:
+            save_last(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remember what is saved, so that a signal does not save it again."""
@@ -293,7 +294,16 @@ def checkpoint_dir(trainer: Trainer) -> str:
     return os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")  # noqa: PTH118 - may be a URL
 
 
-def check_settings(rollout: AsyncRollout, module: PolicyModule, data: RolloutDataModule, precision: str) -> None:
+def save_last(trainer: Trainer) -> None:
+    """Write `last.ckpt`, and tell ModelCheckpoint that it is its own, so that it does not write another beside it."""
+    callback: Any = trainer.checkpoint_callback
+    path = getattr(callback, "last_model_path", "") or os.path.join(checkpoint_dir(trainer), "last.ckpt")  # noqa: PTH118 - a URL
+    trainer.save_checkpoint(path)
+    if callback is not None:
+        callback.last_model_path = path
+
+
+def check_settings(rollout: AsyncRollout, trainer: Trainer, module: PolicyModule, data: RolloutDataModule) -> None:
     """Refuse settings that contradict each other, all in one message.
 
     Raises:
@@ -305,13 +315,18 @@ def check_settings(rollout: AsyncRollout, module: PolicyModule, data: RolloutDat
             f"data.max_policy_age must be at least publish_lag, got {data.max_policy_age} and {rollout.publish_lag} "
             "(no group could ever be young enough). Raise max_policy_age or set it to null."
         )
-    score_norm = module.estimator.advantage.score_norm
-    if score_norm is not None and data.group_size < 2:
+    advantage = module.estimator.advantage
+    if data.group_size < advantage.min_group_size:
         problems.append(
-            f"data.group_size must be at least 2 with {type(module.estimator.advantage).__name__}, got {data.group_size} "
-            "(a baseline of one response is its own reward: every advantage would be 0). Raise group_size or use Reinforce-style "
-            "advantages without a group baseline."
+            f"data.group_size must be at least {advantage.min_group_size} with {type(advantage).__name__}, got {data.group_size} "
+            "(the baseline of one response is its own reward: every advantage would be 0). Raise group_size."
         )
+    if trainer.world_size > 1:
+        problems.append(
+            f"trainer.devices times trainer.num_nodes must be 1, got {trainer.world_size} processes (groups, weights and "
+            "baselines are of one trainer process in this version). Set trainer.devices: 1."
+        )
+    precision = str(trainer.precision)
     if precision not in PRECISIONS:
         problems.append(
             f"trainer.precision must be one of {PRECISIONS}, got {precision} (master weights stay in float32, where an update of "

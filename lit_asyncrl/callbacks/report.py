@@ -124,10 +124,10 @@ class RunReport(Callback):
         assert module.step is not None
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                for name, values in batch.histograms.items():
-                    logger.experiment.add_histogram(name, values, step)
-                if module.step.log_weights.numel():
-                    logger.experiment.add_histogram("weights/sequence_log_weight", module.step.log_weights.cpu(), step)
+                histograms = {**batch.histograms, "weights/sequence_log_weight": module.step.log_weights.cpu()}
+                for name, values in histograms.items():
+                    if values.numel():  # nothing is trained in a skipped update
+                        logger.experiment.add_histogram(name, values, step)
 
     def _log_samples(self, trainer: Trainer, batch: TrainBatch, step: int) -> None:
         text = "\n\n".join(
@@ -201,7 +201,8 @@ class RunReport(Callback):
             "tokens_rescored": pool.tokens_rescored,
             "share_trainer_waits_for_data": wait_trainer,
             "share_engine_waits_for_admission": wait_engine,
-            "bound": bound_of(wait_trainer, wait_engine),
+            "rejected_share": pool.groups_rejected / max(pool.ledger.num_dispatched, 1),
+            "bound": bound_of(wait_trainer, wait_engine, pool.groups_rejected / max(pool.ledger.num_dispatched, 1)),
             "memory_mib": _memory_mib(),
             "ledger": ledger,
             "stopped_by": data.supervisor.stop_reason,
@@ -250,12 +251,14 @@ def find_rollout(trainer: Trainer) -> AsyncRollout:
     raise ConfigurationError("trainer.callbacks must hold AsyncRollout beside RunReport, got none. Add it.")
 
 
-def bound_of(share_trainer_waits: float, share_engine_waits: float) -> str:
-    """In words, which side the run waits for, and what to do about it."""
+def bound_of(share_trainer_waits: float, share_engine_waits: float, share_rejected: float) -> str:
+    """In words, which side the run waits for, and what to do about it; a sampler that rejects much hides the engine's wait."""
     if share_trainer_waits > max(0.1, share_engine_waits):
         return f"generation-bound: the trainer waited {share_trainer_waits:.0%} of the time; give generation more cores or slots"
     if share_engine_waits > 0.1:
         return f"train-bound: the engine waited {share_engine_waits:.0%} of the time; give the trainer more cores"
+    if share_rejected > 0.25:
+        return f"train-bound: {share_rejected:.0%} of the groups were rejected as surplus; give the trainer more cores"
     return "balanced"
 
 

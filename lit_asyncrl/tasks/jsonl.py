@@ -22,6 +22,8 @@ RewardName = Literal["exact_match", "last_number", "math_verify"]
 _REWARDS: dict[str, type[RewardFn]] = {"exact_match": ExactMatch, "last_number": LastNumber, "math_verify": MathVerify}
 
 Prompt = str | list[dict[str, str]]
+Row = tuple[Prompt, Any, str]
+"""Prompt, answer, and where the row stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +125,8 @@ class JsonlTask(Task):
         self._heldout_fraction = heldout_fraction
         self._skip = on_bad_row == "skip"
         self._seed = seed
-        self._train: list[tuple[Prompt, Any]] | None = None
-        self._heldout: list[tuple[Prompt, Any]] = []
+        self._train: list[Row] | None = None
+        self._heldout: list[Row] = []
 
     @property
     def num_train(self) -> int:
@@ -138,13 +140,13 @@ class JsonlTask(Task):
 
     def train_example(self, index: int) -> Example:
         """Training row `index`, in the order shuffled by the seed."""
-        prompt, answer = self._rows(heldout=False)[index]
-        return Example(prompt, answer, self.name, index)
+        prompt, answer, source = self._rows(heldout=False)[index]
+        return Example(prompt, answer, self.name, index, source)
 
     def heldout_example(self, index: int) -> Example:
         """Held-out row `index`, in the order shuffled by the seed."""
-        prompt, answer = self._rows(heldout=True)[index]
-        return Example(prompt, answer, self.name, index)
+        prompt, answer, source = self._rows(heldout=True)[index]
+        return Example(prompt, answer, self.name, index, source)
 
     def setup(self) -> None:
         """Read, check, split and shuffle the rows; a second call does nothing.
@@ -160,7 +162,7 @@ class JsonlTask(Task):
             heldout = [row for row in rows if self._is_heldout(row[0])]
         else:
             heldout = list(self._read(self._heldout_path, "heldout_path"))
-        heldout_prompts = {_key(prompt) for prompt, _ in heldout}
+        heldout_prompts = {_key(row[0]) for row in heldout}
         train = [row for row in rows if _key(row[0]) not in heldout_prompts]
         if self._heldout_path is not None and len(train) < len(rows):
             number = len(rows) - len(train)
@@ -175,7 +177,7 @@ class JsonlTask(Task):
             random.Random(f"{self._seed}/{split}").shuffle(part)
         self._train, self._heldout = train, heldout
 
-    def _rows(self, *, heldout: bool) -> list[tuple[Prompt, Any]]:
+    def _rows(self, *, heldout: bool) -> list[Row]:
         assert self._train is not None, "setup() must come before the first example"
         return self._heldout if heldout else self._train
 
@@ -183,10 +185,10 @@ class JsonlTask(Task):
         digest = hashlib.blake2b(f"{self._seed}/{_key(prompt)}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self._heldout_fraction * 2**64
 
-    def _read(self, path: str, key: str) -> Iterator[tuple[Prompt, Any]]:
+    def _read(self, path: str, key: str) -> Iterator[Row]:
         for place, row in _raw_rows(path, key):
             try:
-                yield self._format.read(json.loads(row) if isinstance(row, str) else row)
+                yield *self._format.read(json.loads(row) if isinstance(row, str) else row), place
             except ValueError as error:
                 if not self._skip:
                     problem = f"must be JSON, got {row[:60]!r}" if isinstance(error, json.JSONDecodeError) else str(error)
@@ -228,6 +230,11 @@ def _table(file: Path, key: str) -> Iterator[dict[str, Any]]:
 
             for batch in parquet.ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"{key} must be a folder written by `datasets`' save_to_disk, got {str(file)!r} ({error}). "
+            "Give such a folder, or a file."
+        ) from error
     except ImportError as error:
         raise ConfigurationError(
             f"{key} must be a .jsonl file unless pyarrow and datasets are installed, got {str(file)!r}. "

@@ -19,6 +19,19 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def check_example(example: Any) -> None:
+    """Refuse what is no example, from a task of the user's own.
+
+    Raises:
+        ConfigurationError: naming what was given.
+    """
+    if not isinstance(example, Example) or not isinstance(example.prompt, (str, list)):
+        got = f"a prompt of type {type(example.prompt).__name__}" if isinstance(example, Example) else repr(example)[:80]
+        raise ConfigurationError(
+            f"data.task must give Examples whose prompt is text or a list of chat messages, got {got}. Mend the task."
+        )
+
+
 def tokenize_prompt(tokenizer: Any, example: Example) -> tuple[int, ...]:
     """Ids of the example's prompt: plain text as the tokenizer encodes it, chat messages through its chat template.
 
@@ -26,6 +39,7 @@ def tokenize_prompt(tokenizer: Any, example: Example) -> tuple[int, ...]:
         ConfigurationError: chat messages, but the tokenizer has no chat template.
         DataError: the prompt has no tokens, or a character the tokenizer does not know.
     """
+    check_example(example)
     if isinstance(example.prompt, str):
         ids = tokenizer(example.prompt)["input_ids"]
     else:
@@ -37,12 +51,11 @@ def tokenize_prompt(tokenizer: Any, example: Example) -> tuple[int, ...]:
             )
         text = tokenizer.apply_chat_template(list(example.prompt), add_generation_prompt=True, tokenize=False)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    where = f"example {example.index} of task {example.task!r}"
     if not ids:
-        raise DataError(f"The prompt of {where} has no tokens.")
+        raise DataError(f"The prompt of {example} has no tokens.")
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is not None and unknown in ids:
-        raise DataError(f"The prompt of {where} has characters that the tokenizer does not know: {example.prompt!r}.")
+        raise DataError(f"The prompt of {example} has characters that the tokenizer does not know: {example.prompt!r}.")
     return tuple(int(i) for i in ids)
 
 
@@ -55,7 +68,7 @@ def check_prompt_length(ids: Sequence[int], example: Example, *, max_new_tokens:
     if context is not None and len(ids) + max_new_tokens > context:
         raise ConfigurationError(
             f"data.sampling.max_new_tokens must fit the model's context of {context} tokens together with every prompt, got "
-            f"{len(ids)} + {max_new_tokens} tokens (example {example.index} of task {example.task!r}). "
+            f"{len(ids)} + {max_new_tokens} tokens ({example}). "
             "Shorten the prompt or the budget, or use a model with a longer context."
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import warnings
@@ -15,6 +14,9 @@ from lit_asyncrl.errors import ConfigurationError, RewardError
 from lit_asyncrl.interfaces import Task
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import Example
+
+MAX_REWARD = 1e30
+"""Largest absolute value of a reward; weighted sums of such stay finite in float32."""
 
 MAX_HUNG_THREADS = 4
 """Threads that may hang in rewards at one time; one more ends the run even with `on_error="skip"`."""
@@ -52,9 +54,9 @@ class _Job:
 
     @staticmethod
     def _number(value: Any) -> float:
-        # float() would also take the text "1", which more likely is a mistake.
-        if isinstance(value, (str, bytes)) or not math.isfinite(number := float(value)):
-            raise ValueError(f"a reward must be a finite number, got {value!r}")
+        # float() would also take the text "1", which more likely is a mistake. Rewards are stored in float32.
+        if value is None or isinstance(value, (str, bytes)) or not abs(number := float(value)) <= MAX_REWARD:
+            raise ValueError(f"a reward must be a number between -{MAX_REWARD:g} and {MAX_REWARD:g}, got {value!r}")
         return number
 
 

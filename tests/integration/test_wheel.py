@@ -40,7 +40,7 @@ def test_the_installed_wheel_runs_the_smoke_job_by_name(site: Path, tmp_path: Pa
     done = _run(site, "-m", "lit_asyncrl.cli", "fit", "--config", "smoke", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "runs" / "smoke" / "version_0" / "summary.json").read_text())
-    assert summary["policy_version"] == 30
+    assert summary["policy_version"] == 40
 
 
 @pytest.mark.slow
