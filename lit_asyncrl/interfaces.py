@@ -89,7 +89,12 @@ class GenerationEngine(ABC):
 
     Life: constructor (cheap) -> `start` -> `begin_update`/`finish_update` once for the first weights -> requests -> `stop`.
     Requests of purpose `evaluation` are decoded apart from training ones, which stand still (cache kept) meanwhile.
+
+    Attributes:
+        rounds_weights: whether it serves a rounded copy (bfloat16), so that its log-probs differ from the trainer's by noise.
     """
+
+    rounds_weights: bool = False
 
     @abstractmethod
     def start(

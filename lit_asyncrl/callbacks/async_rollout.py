@@ -25,7 +25,7 @@ from lit_asyncrl.datamodule import RolloutDataModule
 from lit_asyncrl.errors import ConfigurationError, StopRequested
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult, Evaluator
 from lit_asyncrl.generation.hf import HFEngine
-from lit_asyncrl.generation.publisher import WeightPublisher
+from lit_asyncrl.generation.publisher import EXACT_NOISE, ROUNDED_NOISE, WeightPublisher
 from lit_asyncrl.generation.rollout import RolloutWorker
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.module import PolicyModule
@@ -135,6 +135,7 @@ class AsyncRollout(Callback):
             publish_lag=self.publish_lag,
             publish_lag_start=self.publish_lag_start,
             tolerance=self.probe_tolerance,
+            max_noise=ROUNDED_NOISE if self.engine.rounds_weights else EXACT_NOISE,
             timeout_s=self.sync_timeout_s,
             supervisor=self.supervisor,
             on_delivered=self._delivered,

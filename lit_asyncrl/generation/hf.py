@@ -54,6 +54,7 @@ class HFEngine(GenerationEngine):
         self._num_threads = num_threads
         self._device = device
         self._dtype: Dtype = dtype
+        self.rounds_weights = dtype != "float32"
         self._attn_implementation = attn_implementation
         self._start_timeout_s = start_timeout_s
         self._trust_remote_code = trust_remote_code
