@@ -12,16 +12,17 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from policies import save_policy
 from runs import LongAnswer, inline_rollout, make_data, make_module, make_trainer
 
 from lit_asyncrl.callbacks import EssLrScale, RunReport
-from lit_asyncrl.errors import ConfigurationError, RewardError, WaitTimeoutError
+from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, RewardError, WaitTimeoutError
 from lit_asyncrl.evaluation import EvaluationSet
 from lit_asyncrl.interfaces import RewardFn
 from lit_asyncrl.module import PolicyModule
-from lit_asyncrl.tasks.digits import ReverseDigits
+from lit_asyncrl.tasks.digits import ReverseDigits, SortDigits
+from lit_asyncrl.types import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -330,8 +331,30 @@ def test_a_broken_reward_is_counted_where_it_is_to_be_skipped(policy, tmp_path):
 
 def test_a_batch_that_never_comes_ends_the_run_within_its_timeout(policy, tmp_path):
     data = make_data(zero_variance="drop", task=ReverseDigits(3, 5, rewards=[Zero()]), data_timeout_s=0.5)
-    with pytest.raises(WaitTimeoutError, match=r"data\.data_timeout_s.*2 groups in the pool"):
+    with pytest.raises(WaitTimeoutError, match=r"data\.data_timeout_s.*dropped \(zero variance\).*2 groups in the pool"):
         fit(policy, tmp_path, data=data)
+
+
+def test_a_run_resumed_with_another_task_is_refused(policy, tmp_path):
+    _, _, trainer = fit(policy, tmp_path, max_steps=2)
+    path = str(tmp_path / "first.ckpt")
+    trainer.save_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"data\.task must be that of the checkpoint.*sort_digits"):
+        fit(policy, tmp_path, data=make_data(task=SortDigits(3, 5, rewards=[Zero()])), ckpt_path=path)
+
+
+def test_training_that_ends_between_checkpoints_updates_the_last_one(policy, tmp_path):
+    every_three = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_last=True)
+    fit(policy, tmp_path, every_three, max_steps=4, enable_checkpointing=True)
+    (last,) = (tmp_path / "checkpoints").glob("last*.ckpt")
+    assert torch.load(last, weights_only=True)["lit_asyncrl"]["policy_version"] == 4
+
+
+def test_skipped_updates_are_logged_to_tensorboard_too(policy, tmp_path):
+    data = make_data(truncated="mask", sampling=SamplingParams(max_new_tokens=1))
+    logger = TensorBoardLogger(tmp_path)
+    with pytest.raises(AsyncRLError, match=r"updates in a row were skipped.*no token to train"):
+        fit(policy, tmp_path, RunReport(histograms_every=1), data=data, logger=logger)
 
 
 class Zero(RewardFn):
