@@ -195,6 +195,8 @@ class AsyncRollout(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Send the new weights, or free the batch's room when the update was skipped."""
         module, pool = self.module, self.data.pool
+        if trainer.global_step >= trainer.max_steps > 0:
+            pool.close_admission()  # before the delivery makes room: nothing is generated that will not be trained
         try:
             with module.times.measure("publish"):
                 if module.policy_version > self._published_version:
