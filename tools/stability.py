@@ -182,7 +182,7 @@ def plot(results: list[dict[str, Any]], lr: float, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     colors = dict(zip(ARMS, ("#999999", "#D55E00", "#E69F00", "#56B4E9", "#0072B2"), strict=True))  # Okabe-Ito
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.3), sharey=True)
     for axis, form, title in (
         (axes[0], "cold", f"weights {LAG} updates old from the start"),
         (axes[1], "ramp", f"{LAG} updates old from update {RAMP_START} on"),
@@ -196,9 +196,9 @@ def plot(results: list[dict[str, Any]], lr: float, path: Path) -> None:
         axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("held-out greedy accuracy (256 prompts)")
-    axes[1].legend(fontsize=8, loc="lower right")
+    figure.legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="lower center", ncol=6)
     figure.suptitle(f"Reversing 10 digits, learning rate {lr:g}: median of seeds, band from lowest to highest", fontsize=11)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110)
     print(f"wrote {path}")
 
