@@ -63,7 +63,7 @@ def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     summary = json.loads((tmp_path / "runs" / "vcpo" / "version_0" / "summary.json").read_text())
     assert summary["accuracy_before"] <= 0.55
-    assert summary["accuracy_after"] >= 0.88  # 0.90 is reached on the reference machine; 1,024 prompts have an error of 0.01
+    assert summary["accuracy_after"] >= 0.90
     assert (tmp_path / "my-model" / "model.safetensors").is_file()
 
 
