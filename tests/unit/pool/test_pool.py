@@ -144,7 +144,9 @@ def test_a_batch_that_does_not_come_is_an_error_that_says_what_is_missing() -> N
     pool = make_pool()
     pool.reserve(3, 0.0)
     pool.add(make_group(0))
-    with pytest.raises(WaitTimeoutError, match=r"trainer waited .* 2 groups .*1 waiting, 2 in flight or scoring, 0 in training"):
+    with pytest.raises(
+        WaitTimeoutError, match=r"trainer \(batch\) waited .* 2 groups .*1 waiting, 2 in flight or scoring, 0 in training"
+    ):
         pool.take(0, None, 0.01)
 
 
