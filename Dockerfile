@@ -1,4 +1,4 @@
-# CUDA image for cluster jobs: `docker build -t lit-asyncrl . && docker run --gpus all -v $PWD/runs:/work/runs lit-asyncrl fit --config vcpo`
+# CUDA image for cluster jobs: `docker build -t lit-asyncrl . && docker run --gpus all -v $PWD/runs:/workspace/runs lit-asyncrl fit --config vcpo`
 FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
 
 ENV DEBIAN_FRONTEND=noninteractive \
@@ -26,8 +26,8 @@ COPY lit_asyncrl lit_asyncrl
 COPY configs configs
 RUN pip install --no-deps .
 
-RUN mkdir /work && chown trainer:trainer /work
-WORKDIR /work
+RUN mkdir /workspace && chown trainer:trainer /workspace
+WORKDIR /workspace
 USER trainer
 ENTRYPOINT ["lit-asyncrl"]
 CMD ["--help"]
