@@ -10,21 +10,21 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from lit_asyncrl.errors import CheckpointError, ConfigurationError, StopRequested, WaitTimeoutError
+from lit_asyncrl.errors import CheckpointError, ConfigurationError, WaitTimeoutError
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationSet
 from lit_asyncrl.generation.rollout import RolloutConfig, RolloutWorker, Truncated, ZeroVariance, sample_record
 from lit_asyncrl.interfaces import Task
-from lit_asyncrl.pool.collate import collate, in_training_order, pad_groups
+from lit_asyncrl.loaders import EvaluationLoader, PromptsExhausted, TrainLoader, score_groups
+from lit_asyncrl.pool.collate import collate
 from lit_asyncrl.pool.pace import PaceSampler
 from lit_asyncrl.pool.pool import TrajectoryPool
 from lit_asyncrl.pool.records import TakenGroup
@@ -46,10 +46,6 @@ PROCEDURAL_CHECKED_PROMPTS = 256
 
 TAKE_SLICE_S = 1.0
 """How often, in seconds, a wait for a batch looks whether the prompts have ended."""
-
-
-class PromptsExhausted(Exception):  # noqa: N818 - the end of the data, not a fault
-    """The prompt source has ended and the pool holds less than a batch."""
 
 
 class RolloutDataModule(LightningDataModule):
@@ -395,54 +391,6 @@ class RolloutDataModule(LightningDataModule):
                 task.close()
             except Exception as error:  # noqa: BLE001 - a user's code; the run's result must not be lost to it
                 warnings.warn(f"Task {task.name!r} could not be closed: {error!r}.", stacklevel=2)
-
-
-class TrainLoader:
-    """Iterates over training batches; a stop request or the end of the prompts ends it early, so that the loop can leave."""
-
-    def __init__(self, data: RolloutDataModule) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return self._data.updates_per_epoch
-
-    def __iter__(self) -> Iterator[TrainBatch]:
-        for _ in range(len(self)):
-            try:
-                batch = self._data.take_batch()
-            except (StopRequested, PromptsExhausted) as reason:
-                assert self._data.trainer is not None
-                self._data.trainer.should_stop = True
-                left = len(self._data.pool)
-                if left and isinstance(reason, PromptsExhausted):
-                    warnings.warn(f"The prompts have ended: {left} groups, fewer than a batch, stay untrained.", stacklevel=2)
-                return
-            yield batch
-
-
-class EvaluationLoader:
-    """One held-out set as a loader of one batch."""
-
-    def __init__(self, batch: EvaluationBatch) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[EvaluationBatch]:
-        yield self._batch
-
-
-def score_groups(
-    module: PolicyModule, groups: Sequence[TrajectoryGroup], max_tokens: int | None, temperature: float
-) -> list[Tensor]:
-    """Log-probs [L] of each group's flat tokens under the module's current policy, many groups a forward pass."""
-    ordered = in_training_order([TakenGroup(group, None) for group in groups])
-    micro_batches = pad_groups(ordered, max_tokens_per_micro_batch=max_tokens, temperature=temperature)
-    flat = torch.cat([module.score(part.to(module.device))[part.attention_mask].cpu() for part in micro_batches])
-    parts = flat.split([int(item.group.lengths.sum()) for item in ordered])
-    by_id = {item.group.group_id: part for item, part in zip(ordered, parts, strict=True)}
-    return [by_id[group.group_id] for group in groups]
 
 
 def lag_of(trainer: Any) -> int:

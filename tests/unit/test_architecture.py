@@ -21,7 +21,7 @@ LAYERS = (
     {"algorithm"},
     {"tasks", "generation", "pool"},
     {"evaluation"},
-    {"module", "datamodule", "callbacks"},
+    {"module", "datamodule", "loaders", "callbacks"},
     {"cli"},
 )
 SIBLINGS = ("tasks", "generation", "pool")
