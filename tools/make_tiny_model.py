@@ -49,7 +49,7 @@ def make_tokenizer(max_length: int) -> Any:
 
 
 def make_model(hidden_size: int, num_layers: int, max_length: int) -> Any:
-    """A Qwen3 causal language model with 4 query heads, 2 key-value heads and tied embeddings, float32."""
+    """A Qwen3 causal language model with 4 query heads, 2 key-value heads of 32 and tied embeddings, float32."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -59,7 +59,7 @@ def make_model(hidden_size: int, num_layers: int, max_length: int) -> Any:
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=hidden_size // 4,
+        head_dim=32,  # the smallest that vLLM serves
         max_position_embeddings=max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -161,7 +161,7 @@ def main(
         first_steps: optimizer steps on `first_task`.
         batch_size: examples a step.
         learning_rate: of AdamW.
-        hidden_size: width; a multiple of 8.
+        hidden_size: width.
         num_layers: transformer blocks.
         max_length: context in tokens.
         seed: of the initial weights.

@@ -1,0 +1,459 @@
+"""The trainer's side of a vLLM engine: an event loop in a thread, requests in flight, weight updates between two decode steps.
+
+    submit --> task per request --gate--> client.generate --> finished completions --> take
+    begin_update --> sync thread: stage, close the gate, pause, stream, resume, open the gate, probe --> finish_update
+
+The gate holds requests back while weights change, so that each goes to vLLM under the prefix-cache salt of the weights that
+prefill it. vLLM is given a few requests more than it has slots; those that wait there when weights change are taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lit_asyncrl.errors import AsyncRLError, EngineError, WeightSyncError
+from lit_asyncrl.generation.vllm_client import Sampled, VLLMClient
+from lit_asyncrl.generation.vllm_sender import WeightSender
+from lit_asyncrl.types import Completion, DeliveryReport, FinishReason, GenerationRequest, NamedTensors, Purpose
+
+InFlight = Literal["keep", "wait", "restart"]
+PrefixCache = Literal["salt", "reset", "keep"]
+
+STOP_TIMEOUT_S = 15.0
+"""Longest time to end vLLM's processes."""
+HEARTBEAT_S = 2.0
+"""How often an engine that has work is asked for a sign of life."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSettings:
+    """How a `VLLMBackend` runs.
+
+    Attributes:
+        eos_token_ids, probe_ids: as in `GenerationEngine.start`.
+        num_slots: responses that vLLM decodes at once.
+        in_flight, prefix_cache: what becomes of responses and cached prefixes when weights change.
+        start_timeout_s: longest time until vLLM is ready.
+        response_timeout_s: longest time for one answer of vLLM; without one it counts as hung.
+    """
+
+    eos_token_ids: tuple[int, ...]
+    probe_ids: tuple[int, ...]
+    num_slots: int
+    in_flight: InFlight
+    prefix_cache: PrefixCache
+    start_timeout_s: float
+    response_timeout_s: float
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request and what has been sampled for it so far (over several tries when it was taken back)."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    tries: int = 0
+
+
+class VLLMBackend:
+    """A running vLLM behind a `VLLMClient`. Thread-safe.
+
+    Raises:
+        EngineError: not ready in time, or it cannot serve the model.
+    """
+
+    def __init__(self, client: VLLMClient, sender: WeightSender, settings: BackendSettings) -> None:
+        self.generated_tokens = 0
+        self._client = client
+        self._sender = sender
+        self._settings = settings
+        self._changed = threading.Condition()
+        self._finished: dict[Purpose, list[Completion]] = {"train": [], "evaluation": []}
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._version = -1
+        self._pending_version: int | None = None
+        self._update: Future[DeliveryReport] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._at_vllm: dict[str, Purpose] = {}  # in the order of dispatch
+        self._waiting: dict[Purpose, deque[asyncio.Future[None]]] = {"evaluation": deque(), "train": deque()}
+        self._admitted = 0  # let go, and not yet at vLLM
+        self._updating = False
+        self._paused = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
+        self._thread.start()
+        self._sync = ThreadPoolExecutor(1, thread_name_prefix="vllm-sync")
+        try:
+            self.call(self._start(), settings.start_timeout_s + STOP_TIMEOUT_S)
+        except BaseException:
+            self.stop()  # also when interrupted from the keyboard
+            raise
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and response together."""
+        return self._client.max_model_len
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests."""
+        self._raise_if_dead()
+        self._loop.call_soon_threadsafe(self._begin, [_Pending(request) for request in requests])
+
+    def take(self, purpose: Purpose, timeout_s: float) -> list[Completion]:
+        """Finished completions of one purpose; waits at most `timeout_s` for the first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished[purpose] or self._failure or self._stopping, timeout_s)
+            self._raise_if_dead()
+            taken, self._finished[purpose] = self._finished[purpose], []
+        return taken
+
+    def begin_update(self, version: int, weights: NamedTensors) -> None:
+        """Copy the weights out and start the delivery; returns when `weights` may change."""
+        self._raise_if_dead()
+        if self._pending_version is not None:
+            raise WeightSyncError(
+                f"Version {version} must follow a finished update, but version {self._pending_version} was not answered: "
+                "writing now could mix the two."
+            )
+        self._pending_version = version
+        copied = self._sender.stage(weights)
+        self._update = self._sync.submit(self._deliver, version, weights)
+        if not copied:
+            # The caller waits for the rest to be read, not for the verdict: that one belongs to finish_update.
+            with contextlib.suppress(Exception):
+                self._update.exception(self._settings.response_timeout_s)
+
+    def finish_update(self, timeout_s: float) -> DeliveryReport:
+        """Wait for the delivery's report; after a timeout it may be called again."""
+        version, update = self._pending_version, self._update
+        assert version is not None and update is not None, "finish_update without begin_update"
+        try:
+            report = update.result(timeout_s)
+        except FutureTimeoutError as error:
+            if not update.done():
+                raise WeightSyncError(
+                    f"The vLLM engine must load version {version} within {timeout_s:.1f} s, and has not answered. "
+                    "Is it stopped, or a decode step longer than that?"
+                ) from error
+            self._pending_version = None
+            raise WeightSyncError(f"vLLM must load version {version}, and gave no answer: {error}") from error
+        except Exception as error:
+            self._pending_version = None
+            raise WeightSyncError(f"vLLM must load version {version}, and refused: {_innermost(error)}") from error
+        self._pending_version = None
+        return report
+
+    def set_paused(self, paused: bool) -> None:
+        """Let training responses stand still (taken back from vLLM, sampled tokens kept), or go on."""
+        self._raise_if_dead()
+        self.call(self._hold() if paused else self._release(), self._settings.response_timeout_s)
+
+    def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        """Run a coroutine on the loop and wait for it.
+
+        Raises:
+            EngineError: no answer in time, or the engine was stopped.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeoutError as error:
+            if future.done():
+                raise
+            future.cancel()
+            raise EngineError(
+                f"The vLLM engine must answer within {timeout_s:.1f} s, and did not. It hangs or is stopped."
+            ) from error
+
+    def stop(self) -> None:
+        """End vLLM, tasks and threads; idempotent; never raises."""
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._changed.notify_all()
+        with contextlib.suppress(Exception):
+            self.call(self._end(), STOP_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_TIMEOUT_S)
+        self._sync.shutdown(wait=True, cancel_futures=True)
+        if not self._thread.is_alive():
+            self._loop.close()
+        self._sender.close()
+
+    # ---------------------------------------------------------------- requests (event loop)
+
+    def _begin(self, pending: list[_Pending]) -> None:
+        for one in sorted(pending, key=lambda p: p.request.request_id):
+            self._spawn(self._sample(one))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _sample(self, pending: _Pending) -> None:
+        """Sample a response, over as many tries as it is taken back."""
+        request, settings = pending.request, self._settings
+        while True:
+            await self._turn(request.purpose)
+            request_id = f"{request.request_id}-{request.purpose}-{pending.tries}"
+            pending.tries += 1
+            self._at_vllm[request_id] = request.purpose
+            try:
+                sampled = await self._client.generate(
+                    request_id, [*request.prompt_ids, *pending.token_ids], self._params(pending), self._salt()
+                )
+            finally:
+                del self._at_vllm[request_id]
+                self._admit()
+            self._extend(pending, sampled)
+            if sampled.finish_reason != "abort":
+                break
+            if len(pending.token_ids) >= request.sampling.max_new_tokens or self._ends(pending, settings.eos_token_ids):
+                break  # taken back in the very step that would have ended it
+        reason: FinishReason = "stop" if self._ends(pending, settings.eos_token_ids) else "length"
+        self._finish(pending, reason)
+
+    def _ends(self, pending: _Pending, eos_token_ids: tuple[int, ...]) -> bool:
+        return bool(pending.token_ids) and pending.token_ids[-1] in eos_token_ids
+
+    def _extend(self, pending: _Pending, sampled: Sampled) -> None:
+        count = len(sampled.token_ids)
+        if not count == len(sampled.logprobs) == len(sampled.versions):
+            raise EngineError(
+                f"vLLM must return a log-prob and a version for each token, got {count} tokens, {len(sampled.logprobs)} "
+                f"log-probs and {len(sampled.versions)} versions (request {pending.request.request_id})."
+            )
+        pending.token_ids += sampled.token_ids
+        pending.logprobs += sampled.logprobs
+        pending.versions += sampled.versions
+        if pending.request.purpose == "train":
+            self.generated_tokens += count
+
+    def _finish(self, pending: _Pending, reason: FinishReason) -> None:
+        request = pending.request
+        completion = Completion(request.request_id, pending.token_ids, pending.logprobs, pending.versions, reason)
+        with self._changed:
+            self._finished[request.purpose].append(completion)
+            self._changed.notify_all()
+
+    def _params(self, pending: _Pending) -> dict[str, Any]:
+        sampling, done = pending.request.sampling, len(pending.token_ids)
+        return {
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_new_tokens - done,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            # vLLM starts a generator from the seed: a response that goes on must not see its first random numbers again.
+            "seed": (pending.request.seed + 0x9E3779B97F4A7C15 * done) % 2**63,
+            "stop_token_ids": list(self._settings.eos_token_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "detokenize": False,
+        }
+
+    def _salt(self) -> str | None:
+        return str(self._version) if self._settings.prefix_cache == "salt" else None
+
+    # ---------------------------------------------------------------- the gate (event loop)
+
+    async def _turn(self, purpose: Purpose) -> None:
+        """Wait until vLLM may be given one more request of this purpose."""
+        ticket: asyncio.Future[None] = self._loop.create_future()
+        self._waiting[purpose].append(ticket)
+        self._admit()
+        await ticket
+        self._admitted -= 1
+
+    def _may_go(self, purpose: Purpose) -> bool:
+        # A few more than there are slots, so that none is empty while a finished response travels here and the next one there.
+        at_most = self._settings.num_slots + max(2, self._settings.num_slots // 8)
+        room = len(self._at_vllm) + self._admitted < at_most
+        return room and not self._updating and not (self._paused and purpose == "train")
+
+    def _admit(self) -> None:
+        """Let waiting requests go as far as there is room: evaluation first, then the oldest."""
+        for purpose, queue in self._waiting.items():
+            while queue and self._may_go(purpose):
+                ticket = queue.popleft()
+                if not ticket.done():
+                    ticket.set_result(None)
+                    self._admitted += 1
+
+    async def _hold(self) -> None:
+        self._paused = True
+        await self._take_back([name for name, purpose in self._at_vllm.items() if purpose == "train"])
+
+    async def _release(self) -> None:
+        self._paused = False
+        self._admit()
+
+    async def _take_back(self, request_ids: list[str]) -> None:
+        if request_ids:
+            await self._client.abort(request_ids)
+        while any(name in self._at_vllm for name in request_ids):
+            await asyncio.sleep(0.001)
+
+    # ---------------------------------------------------------------- weight updates
+
+    def _deliver(self, version: int, weights: NamedTensors) -> DeliveryReport:
+        """In the sync thread: the whole delivery but the verdict."""
+        timeout_s = self._settings.response_timeout_s
+        started = time.perf_counter()
+        self.call(self._pause(), timeout_s)
+        try:
+            self._sender.send(SyncClient(self, version), weights)
+        except BaseException:
+            # Weights of unknown state are served from here on: their tokens must not pass for those of a proved version.
+            with contextlib.suppress(Exception):
+                self.call(self._client.set_version(str(version)), timeout_s)
+            raise
+        finally:
+            self.call(self._resume(version), timeout_s)
+        pause_s = time.perf_counter() - started
+        reported = self.call(self._client.version(), timeout_s)
+        probe = self.call(self._client.score(self._settings.probe_ids), timeout_s)
+        return DeliveryReport(int(reported) if reported.isdigit() else -1, probe, pause_s)
+
+    async def _pause(self) -> None:
+        settings = self._settings
+        self._updating = True
+        drain = settings.in_flight == "wait"
+        clear = settings.in_flight == "restart" or settings.prefix_cache == "reset"
+        await self._client.pause("wait" if drain else "keep", clear)
+        # What waits inside vLLM would be prefilled by the new weights under the salt of the old ones.
+        names = list(self._at_vllm)
+        await self._take_back(names if drain else names[settings.num_slots :])
+
+    async def _resume(self, version: int) -> None:
+        self._version = version
+        await self._client.resume()
+        self._updating = False
+        self._admit()
+
+    # ---------------------------------------------------------------- life (event loop)
+
+    async def _start(self) -> None:
+        await self._client.start()
+        await self._check_logprobs()
+        self._spawn(self._watch())
+
+    async def _check_logprobs(self) -> None:
+        """Log-probs must be of the distribution after temperature: differences between two tokens grow as 1 / temperature."""
+        spread = []
+        for temperature in (1.0, 0.5):
+            params = {
+                "temperature": temperature,
+                "max_tokens": 1,
+                "logprobs": 5,
+                "detokenize": False,
+                "seed": 0,
+                "ignore_eos": True,
+            }
+            sampled = await self._client.generate(f"check-{temperature}", self._settings.probe_ids, params, None)
+            likeliest = sorted(sampled.top_logprobs.values(), reverse=True)[:5]
+            spread.append(likeliest[0] - likeliest[-1])
+        if abs(spread[1] - 2.0 * spread[0]) > 0.05 * spread[1] + 1e-3:
+            raise EngineError(
+                "vLLM's logprobs_mode must be processed_logprobs, got log-probs without temperature (the likeliest and the fifth "
+                f"token are {spread[0]:.3f} nats apart at temperature 1 and {spread[1]:.3f} at 0.5, twice as much expected). "
+                "Start the server with --logprobs-mode processed_logprobs."
+            )
+
+    async def _watch(self) -> None:
+        """Notice an engine that is hung or dead although nobody happens to wait for an answer."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            async with _within(self._settings.response_timeout_s, "a sign of life"):
+                await self._client.version()
+
+    async def _end(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await self._client.stop()
+        await asyncio.wait(tasks, timeout=1.0) if tasks else None
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if not self._stopping:
+                self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _raise_if_dead(self) -> None:
+        if self._stopping:
+            raise EngineError("The generation engine was stopped.")
+        if isinstance(self._failure, AsyncRLError):
+            raise self._failure
+        if self._failure is not None:
+            raise EngineError(f"The vLLM engine failed: {_innermost(self._failure)}") from self._failure
+
+
+class SyncClient:
+    """The four calls of vLLM's `VLLMWeightSyncClient`, blocking, for a sender in a thread; finishing names the version."""
+
+    def __init__(self, backend: VLLMBackend, version: int) -> None:
+        self._backend = backend
+        self._client = backend._client
+        self._timeout_s = backend._settings.response_timeout_s
+        self._version = version
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Set the transport up."""
+        self._call(self._client.init_transfer(init_info))
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        self._call(self._client.start_update())
+
+    def update_weights(self, update_info: Any) -> None:
+        """Load one chunk."""
+        self._call(self._client.update(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Serve what was loaded."""
+        self._call(self._client.finish_update(str(self._version)))
+
+    @property
+    def world_size(self) -> int:
+        """Number of vLLM's workers."""
+        return self._client.world_size
+
+    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._backend.call(coroutine, self._timeout_s)
+
+
+@contextlib.asynccontextmanager
+async def _within(timeout_s: float, what: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise EngineError(
+            f"The vLLM engine must give {what} within {timeout_s:.1f} s, and did not. It hangs or is stopped."
+        ) from error
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None and not isinstance(error, AsyncRLError):
+        error = error.__cause__
+    return f"{error}" if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
