@@ -43,8 +43,9 @@ class AsyncRollout(Callback):
         publish_lag: serve weights this many updates old on purpose (to study staleness); versions stay exact.
         publish_lag_start: update from which on the lag holds; the newest weights are served before.
         probe_tolerance: largest difference, in nats, between the engine's and the trainer's log-probs of the probe sequence
-            after a weight update; above it the run ends with `WeightSyncError`. None: measured at the first delivery (2e-5 in
-            float32, the noise of rounding for an engine in bfloat16).
+            after a weight update; above it the run ends with `WeightSyncError`. None: measured (2e-5 in float32, the noise of
+            rounding for an engine in bfloat16).
+        rehearse: prove before the first update, tensor group by tensor group, that changed weights reach the engine.
         sync_timeout_s: seconds for one weight update, proof included.
         evaluation_timeout_s: seconds for one evaluation of one held-out set.
         evaluate_first: evaluate the held-out sets before the first update.
@@ -58,6 +59,7 @@ class AsyncRollout(Callback):
         publish_lag: int = 0,
         publish_lag_start: int = 0,
         probe_tolerance: float | None = None,
+        rehearse: bool = True,
         sync_timeout_s: float = 60.0,
         evaluation_timeout_s: float = 600.0,
         evaluate_first: bool = True,
@@ -70,6 +72,7 @@ class AsyncRollout(Callback):
         self.publish_lag = publish_lag
         self.publish_lag_start = publish_lag_start
         self.probe_tolerance = probe_tolerance
+        self.rehearse = rehearse
         self.sync_timeout_s = sync_timeout_s
         self.evaluation_timeout_s = evaluation_timeout_s
         self.evaluate_first = evaluate_first
@@ -162,6 +165,10 @@ class AsyncRollout(Callback):
         data.worker = self.worker
         if module.trainer.state.fn != "fit":
             self._watch_signals()
+        if self.rehearse:
+            self.publisher.rehearse(
+                module.policy_version, module.weights(), lambda changed: module.probe_logprobs(probe, changed)
+            )
         self._publish()
         self.publisher.wait_delivered(self.sync_timeout_s)
 

@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lit_asyncrl.errors import ConfigurationError, WeightSyncError
+from lit_asyncrl.generation.rehearsal import MIN_TOLERANCE, ProbeScorer, rehearse
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import DeliveryReport, NamedTensors
 
 WHO = "weight publisher"
-MIN_TOLERANCE = 2e-5
-"""Nats by which float32 log-probs of the same weights may differ when sums run in another order."""
 EXACT_NOISE = 1e-3
 """Nats beyond which a difference at the first delivery is no rounding of float32 sums."""
 ROUNDED_NOISE = 1.0
@@ -131,6 +130,29 @@ class WeightPublisher:
     def mean_pause_s(self) -> float:
         """Mean seconds for which a delivery stopped decoding."""
         return self._pause_s / max(1, self.deliveries)
+
+    def rehearse(self, version: int, weights: NamedTensors, score: ProbeScorer) -> None:
+        """Prove, before anything is sampled, that every tensor reaches the engine; measures the tolerance unless one was given.
+
+        Args:
+            version: the trainer's `policy_version`, to be published next.
+            weights: by Hugging Face name.
+            score: the trainer's log-probs of the probe with some weights replaced, nats at temperature 1.
+
+        Raises:
+            WeightSyncError: naming the tensors that do not reach it.
+        """
+
+        def deliver(changed: NamedTensors) -> Sequence[float]:
+            self._supervisor.raise_if_stopping()
+            self._engine.begin_update(version, changed)
+            return self._engine.finish_update(self._timeout_s).probe_logprobs
+
+        measured = rehearse(
+            weights, deliver, score, rounds_weights=self._engine.rounds_weights, max_noise=self._tolerance or self._max_noise
+        )
+        if self._tolerance is None:
+            self._tolerance = measured
 
     def publish(self, version: int, weights: NamedTensors, probe_logprobs: Sequence[float]) -> None:
         """Hand over a new version; returns when `weights` may change, before the delivery is proved.

@@ -4,25 +4,30 @@
     begin_update --> sync thread: stage, close the gate, pause, stream, resume, open the gate, probe --> finish_update
 
 The gate holds requests back while weights change, so that each goes to vLLM under the prefix-cache salt of the weights that
-prefill it. vLLM is given a few requests more than it has slots; those that wait there when weights change are taken back.
+prefill it. vLLM is given a few requests more than it has slots; those whose prompt it has not read when weights change are taken
+back, and go again under the new weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import heapq
+import itertools
+import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lit_asyncrl.errors import AsyncRLError, EngineError, WeightSyncError
-from lit_asyncrl.generation.vllm_client import Sampled, VLLMClient
+from lit_asyncrl.generation.vllm_client import Sampled, VLLMClient, parse_version
 from lit_asyncrl.generation.vllm_sender import WeightSender
+from lit_asyncrl.supervisor import POLL_S
 from lit_asyncrl.types import Completion, DeliveryReport, FinishReason, GenerationRequest, NamedTensors, Purpose
 
 InFlight = Literal["keep", "wait", "restart"]
@@ -82,15 +87,18 @@ class VLLMBackend:
         self._finished: dict[Purpose, list[Completion]] = {"train": [], "evaluation": []}
         self._failure: BaseException | None = None
         self._stopping = False
-        self._version = -1
         self._pending_version: int | None = None
         self._update: Future[DeliveryReport] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._at_vllm: dict[str, Purpose] = {}  # in the order of dispatch
-        self._waiting: dict[Purpose, deque[asyncio.Future[None]]] = {"evaluation": deque(), "train": deque()}
+        self._at_vllm: dict[str, Purpose] = {}
+        self._begun: set[str] = set()  # those at vLLM whose first token is sampled
+        self._waiting: dict[Purpose, list[tuple[int, int, asyncio.Future[None]]]] = {"evaluation": [], "train": []}
+        self._ticket_numbers = itertools.count()
         self._admitted = 0  # let go, and not yet at vLLM
         self._updating = False
         self._paused = False
+        self._salt = secrets.token_hex(8)
+        self._calls: set[Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
@@ -127,13 +135,13 @@ class VLLMBackend:
                 f"Version {version} must follow a finished update, but version {self._pending_version} was not answered: "
                 "writing now could mix the two."
             )
+        read = threading.Event()
+        if self._sender.stage(weights):
+            read.set()
         self._pending_version = version
-        copied = self._sender.stage(weights)
-        self._update = self._sync.submit(self._deliver, version, weights)
-        if not copied:
-            # The caller waits for the rest to be read, not for the verdict: that one belongs to finish_update.
-            with contextlib.suppress(Exception):
-                self._update.exception(self._settings.response_timeout_s)
+        self._update = self._sync.submit(self._deliver, version, weights, read)
+        while not read.wait(POLL_S):  # ends with the last chunk or with the first fault, whose verdict belongs to finish_update
+            pass
 
     def finish_update(self, timeout_s: float) -> DeliveryReport:
         """Wait for the delivery's report; after a timeout it may be called again."""
@@ -160,13 +168,14 @@ class VLLMBackend:
         self._raise_if_dead()
         self.call(self._hold() if paused else self._release(), self._settings.response_timeout_s)
 
-    def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        """Run a coroutine on the loop and wait for it.
+    def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
+        """Run a coroutine on the loop and wait for it; without a limit, until the engine answers, fails or is stopped.
 
         Raises:
-            EngineError: no answer in time, or the engine was stopped.
+            EngineError: no answer in time, or the engine has failed or was stopped meanwhile.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._calls.add(future)
         try:
             return future.result(timeout_s)
         except FutureTimeoutError as error:
@@ -176,6 +185,11 @@ class VLLMBackend:
             raise EngineError(
                 f"The vLLM engine must answer within {timeout_s:.1f} s, and did not. It hangs or is stopped."
             ) from error
+        except CancelledError:
+            self._raise_if_dead()
+            raise
+        finally:
+            self._calls.discard(future)
 
     def stop(self) -> None:
         """End vLLM, tasks and threads; idempotent; never raises."""
@@ -184,6 +198,7 @@ class VLLMBackend:
                 return
             self._stopping = True
             self._changed.notify_all()
+        self._end_calls()
         with contextlib.suppress(Exception):
             self.call(self._end(), STOP_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -213,16 +228,21 @@ class VLLMBackend:
         """Sample a response, over as many tries as it is taken back."""
         request, settings = pending.request, self._settings
         while True:
-            await self._turn(request.purpose)
+            await self._turn(request)
             request_id = f"{request.request_id}-{request.purpose}-{pending.tries}"
             pending.tries += 1
             self._at_vllm[request_id] = request.purpose
             try:
                 sampled = await self._client.generate(
-                    request_id, [*request.prompt_ids, *pending.token_ids], self._params(pending), self._salt()
+                    request_id,
+                    [*request.prompt_ids, *pending.token_ids],
+                    self._params(pending),
+                    self._salt if settings.prefix_cache == "salt" else None,
+                    functools.partial(self._begun.add, request_id),
                 )
             finally:
                 del self._at_vllm[request_id]
+                self._begun.discard(request_id)
                 self._admit()
             self._extend(pending, sampled)
             if sampled.finish_reason != "abort":
@@ -271,15 +291,13 @@ class VLLMBackend:
             "detokenize": False,
         }
 
-    def _salt(self) -> str | None:
-        return str(self._version) if self._settings.prefix_cache == "salt" else None
-
     # ---------------------------------------------------------------- the gate (event loop)
 
-    async def _turn(self, purpose: Purpose) -> None:
-        """Wait until vLLM may be given one more request of this purpose."""
+    async def _turn(self, request: GenerationRequest) -> None:
+        """Wait until vLLM may be given this request."""
         ticket: asyncio.Future[None] = self._loop.create_future()
-        self._waiting[purpose].append(ticket)
+        # Oldest first: a response that was taken back goes before those that have not begun.
+        heapq.heappush(self._waiting[request.purpose], (request.request_id, next(self._ticket_numbers), ticket))
         self._admit()
         await ticket
         self._admitted -= 1
@@ -294,7 +312,7 @@ class VLLMBackend:
         """Let waiting requests go as far as there is room: evaluation first, then the oldest."""
         for purpose, queue in self._waiting.items():
             while queue and self._may_go(purpose):
-                ticket = queue.popleft()
+                ticket = heapq.heappop(queue)[-1]
                 if not ticket.done():
                     ticket.set_result(None)
                     self._admitted += 1
@@ -315,37 +333,56 @@ class VLLMBackend:
 
     # ---------------------------------------------------------------- weight updates
 
-    def _deliver(self, version: int, weights: NamedTensors) -> DeliveryReport:
-        """In the sync thread: the whole delivery but the verdict."""
+    def _deliver(self, version: int, weights: NamedTensors, read: threading.Event) -> DeliveryReport:
+        """In the sync thread: the whole delivery but the verdict; `read` is set when `weights` are not needed any more."""
         timeout_s = self._settings.response_timeout_s
         started = time.perf_counter()
-        self.call(self._pause(), timeout_s)
         try:
-            self._sender.send(SyncClient(self, version), weights)
-        except BaseException:
-            # Weights of unknown state are served from here on: their tokens must not pass for those of a proved version.
-            with contextlib.suppress(Exception):
-                self.call(self._client.set_version(str(version)), timeout_s)
-            raise
+            with self._standing_still():
+                try:
+                    self._sender.send(SyncClient(self, version), weights)
+                except BaseException:
+                    # Weights of unknown state are served from here on: their tokens must not pass for those of a proved version.
+                    with contextlib.suppress(Exception):
+                        self.call(self._client.set_version(str(version)), timeout_s)
+                    raise
         finally:
-            self.call(self._resume(version), timeout_s)
+            read.set()
         pause_s = time.perf_counter() - started
         reported = self.call(self._client.version(), timeout_s)
         probe = self.call(self._client.score(self._settings.probe_ids), timeout_s)
-        return DeliveryReport(int(reported) if reported.isdigit() else -1, probe, pause_s)
+        return DeliveryReport(parse_version(reported), probe, pause_s)
+
+    @contextlib.contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """Generation paused meanwhile, and resumed whatever happens: paused, every request would wait for ever."""
+        timeout_s = self._settings.response_timeout_s
+        fault: BaseException | None = None
+        try:
+            # Draining takes as long as the longest response: that is no hang while the engine gives signs of life.
+            self.call(self._pause(), None if self._settings.in_flight == "wait" else timeout_s)
+            yield
+        except BaseException as error:
+            fault = error
+            raise
+        finally:
+            try:
+                self.call(self._resume(), timeout_s)
+            except Exception as error:
+                self._fail(error)
+                if fault is None:
+                    raise
 
     async def _pause(self) -> None:
         settings = self._settings
         self._updating = True
-        drain = settings.in_flight == "wait"
         clear = settings.in_flight == "restart" or settings.prefix_cache == "reset"
-        await self._client.pause("wait" if drain else "keep", clear)
-        # What waits inside vLLM would be prefilled by the new weights under the salt of the old ones.
-        names = list(self._at_vllm)
-        await self._take_back(names if drain else names[settings.num_slots :])
+        await self._client.pause("wait" if settings.in_flight == "wait" else "keep", clear)
+        # A prompt not yet read would be read by the new weights, under the salt of the old ones.
+        await self._take_back([name for name in self._at_vllm if name not in self._begun])
 
-    async def _resume(self, version: int) -> None:
-        self._version = version
+    async def _resume(self) -> None:
+        self._salt = secrets.token_hex(8)  # never used before: not by a delivery that failed, nor by another trainer of a server
         await self._client.resume()
         self._updating = False
         self._admit()
@@ -398,6 +435,12 @@ class VLLMBackend:
             if not self._stopping:
                 self._failure = self._failure or error
             self._changed.notify_all()
+        self._end_calls()
+
+    def _end_calls(self) -> None:
+        """End the waits of other threads for an engine that will not answer any more."""
+        for call in list(self._calls):
+            call.cancel()
 
     def _raise_if_dead(self) -> None:
         if self._stopping:

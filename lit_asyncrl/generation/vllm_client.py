@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import psutil
 
-from lit_asyncrl.errors import EngineError
+from lit_asyncrl.errors import AsyncRLError, ConfigurationError, EngineError
 
 PauseMode = Literal["keep", "wait", "abort"]
 UNKNOWN_VERSION = -1
 """Of tokens sampled before the first weights were delivered."""
+FAILURE_PREFIX = "failure-"
+"""Of files in which vLLM's processes leave the error that ended them (`vllm_transfer.FailureFile`)."""
+FIRST_TOKEN_ONLY = 10**9
+"""vLLM's `stream_interval`: an output for the first token, and one at the end."""
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -57,8 +63,15 @@ class VLLMClient(Protocol):
         """End what `start` began; never raises."""
         ...
 
-    async def generate(self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], salt: str | None) -> Sampled:
-        """Sample one response."""
+    async def generate(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: dict[str, Any],
+        salt: str | None,
+        begun: Callable[[], None] | None = None,
+    ) -> Sampled:
+        """Sample one response; `begun` is called when its first token has been sampled, so that its prompt has been read."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -125,13 +138,14 @@ class LocalClient:
         self._start_timeout_s = start_timeout_s
         self._llm: Any = None
         self._folder = ""
+        self._others: set[psutil.Process] | None = None  # processes of the trainer's that are not vLLM's
         self._children: list[psutil.Process] = []
         self._segments: set[str] = set()
 
     async def start(self) -> None:
         """See `VLLMClient.start`."""
         self._folder = tempfile.mkdtemp(prefix="lit-asyncrl-")
-        before = set(psutil.Process().children(recursive=True))
+        self._others = set(psutil.Process().children(recursive=True))
         environment = self._environment | {
             "VLLM_RPC_BASE_PATH": self._folder,
             "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, round(self._start_timeout_s))),
@@ -139,27 +153,31 @@ class LocalClient:
         }
         try:
             with _environment(environment):
-                from vllm.engine.arg_utils import AsyncEngineArgs
-                from vllm.v1.engine.async_llm import AsyncLLM
-
-                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args))
-        except BaseException as error:
-            self._children = [child for child in psutil.Process().children(recursive=True) if child not in before]
-            self._end_children()
-            if isinstance(error, Exception):
-                raise EngineError(f"The vLLM engine cannot start: {_reason(error)}") from error
+                # In another thread, so that `stop` can end a start that takes too long.
+                self._llm = await asyncio.to_thread(self._build)
+        except AsyncRLError:
             raise
-        self._children = [
-            child for child in psutil.Process().children(recursive=True) if child not in before and not _is_tracker(child)
-        ]
+        except Exception as error:
+            reason = self._reported_failure() or _reason(error)
+            raise EngineError(f"vLLM cannot start with the model {self._engine_args['model']!r}: {reason}") from error
+        self._children = self._new_children()
         self._segments = {name for child in self._children for name in _shared_segments(child)}
         self.max_model_len = int(self._llm.model_config.max_model_len)
-        parallel = self._llm.vllm_config.parallel_config
-        self.world_size = int(parallel.world_size)
+        self.world_size = int(self._llm.vllm_config.parallel_config.world_size)
+
+    def _build(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(**self._engine_args)
+        config = arguments.create_engine_config()
+        check_attention(self._engine_args["model"], config.model_config.get_head_size())
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
 
     async def stop(self) -> None:
         """See `VLLMClient.stop`."""
         llm, self._llm = self._llm, None
+        self._children = self._children or self._new_children()  # of a start that is under way, or that failed
         self._end_children()  # they ignore signals but the last one, and a stopped one would not hear vLLM's own message
         if llm is not None:
             with contextlib.suppress(Exception):
@@ -170,78 +188,117 @@ class LocalClient:
             resource_tracker.unregister(f"/{name}", "shared_memory")
         self._segments = set()
 
-    async def generate(self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], salt: str | None) -> Sampled:
+    async def generate(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: dict[str, Any],
+        salt: str | None,
+        begun: Callable[[], None] | None = None,
+    ) -> Sampled:
         """See `VLLMClient.generate`."""
-        output = await self._final_output(request_id, token_ids, params, salt)
-        completion = output.outputs[0]
-        versions: list[int] = []
-        for span in completion.weight_versions or ():
-            versions += [parse_version(span.version)] * (span.end - span.start)
-        flat = completion.logprobs
-        first = flat.start_indices if flat is not None else []
-        return Sampled(
-            token_ids=list(completion.token_ids),
-            logprobs=[flat.logprobs[start] for start in first],
-            versions=versions,
-            finish_reason=str(completion.finish_reason),
-            top_logprobs=dict(zip(flat.token_ids, flat.logprobs, strict=True)) if flat is not None and len(first) == 1 else {},
-        )
+        sampled = Sampled([], [], [], "")
+        async for output in self._outputs(request_id, token_ids, params, salt):
+            completion, flat = output.outputs[0], output.outputs[0].logprobs
+            first = flat.start_indices if flat is not None else []
+            if len(first) == 1 and not sampled.token_ids:
+                sampled.top_logprobs = dict(zip(flat.token_ids, flat.logprobs, strict=True))
+            sampled.token_ids += completion.token_ids
+            sampled.logprobs += [flat.logprobs[start] for start in first]
+            for span in completion.weight_versions or ():  # with the last output, for all tokens
+                sampled.versions += [parse_version(span.version)] * (span.end - span.start)
+            sampled.finish_reason = str(completion.finish_reason)
+            if begun is not None:
+                begun()
+        return sampled
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See `VLLMClient.score`."""
         params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
-        output = await self._final_output("probe", token_ids, params, None)
-        scored = output.prompt_logprobs
+        scored: Any = None
+        async for output in self._outputs("probe", token_ids, params, "probe"):
+            scored = scored or output.prompt_logprobs
         return [scored[i][token].logprob for i, token in enumerate(token_ids) if i > 0]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See `VLLMClient.abort`."""
-        await self._llm.abort(list(request_ids))
+        await self._ask(self._llm.abort(list(request_ids)))
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """See `VLLMClient.pause`."""
-        await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        await self._ask(self._llm.pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
         """See `VLLMClient.resume`."""
-        await self._llm.resume_generation()
+        await self._ask(self._llm.resume_generation())
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """See `VLLMClient.init_transfer`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        await self._ask(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
 
     async def start_update(self) -> None:
         """See `VLLMClient.start_update`."""
-        await self._llm.start_weight_update()
+        await self._ask(self._llm.start_weight_update())
 
     async def update(self, info: dict[str, Any]) -> None:
         """See `VLLMClient.update`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._ask(self._llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
     async def finish_update(self, version: str) -> None:
         """See `VLLMClient.finish_update`."""
-        await self._llm.finish_weight_update(version)
+        await self._ask(self._llm.finish_weight_update(version))
 
     async def set_version(self, version: str) -> None:
         """See `VLLMClient.set_version`."""
-        await self._llm.update_weight_version(version)
+        await self._ask(self._llm.update_weight_version(version))
 
     async def version(self) -> str:
         """See `VLLMClient.version`."""
-        return str(await self._llm.get_weight_version())
+        return str(await self._ask(self._llm.get_weight_version()))
 
-    async def _final_output(self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], salt: str | None) -> Any:
+    async def _outputs(
+        self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], salt: str | None
+    ) -> AsyncIterator[Any]:
+        """vLLM's outputs: the first token's, and the rest."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(**params, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
-        outputs = self._llm.generate(tokens_input(list(token_ids), cache_salt=salt), sampling, request_id)
-        return [output async for output in outputs][-1]
+        sampling = SamplingParams(
+            **params, flat_logprobs=True, output_kind=RequestOutputKind.DELTA, stream_interval=FIRST_TOKEN_ONLY
+        )
+        with self._told():
+            async for output in self._llm.generate(tokens_input(list(token_ids), cache_salt=salt), sampling, request_id):
+                yield output
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Put vLLM's death in words: its own error points to a stack trace on the screen."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            cause = self._reported_failure() or "without a word, as when it is killed (by hand, or for lack of memory)"
+            raise EngineError(f"vLLM's engine process died: {cause}") from error
+
+    async def _ask(self, answer: Awaitable[T]) -> T:
+        with self._told():
+            return await answer
+
+    def _reported_failure(self) -> str:
+        """The error that the first of vLLM's processes to fail has left, in words; empty if there is none."""
+        first = min(Path(self._folder).glob(f"{FAILURE_PREFIX}*"), key=lambda path: path.name, default=None)
+        return "" if first is None else first.read_text(encoding="utf-8", errors="replace")
+
+    def _new_children(self) -> list[psutil.Process]:
+        if self._others is None:
+            return []
+        return [c for c in psutil.Process().children(recursive=True) if c not in self._others and not _is_tracker(c)]
 
     def _end_children(self) -> None:
         for child in self._children:
@@ -249,6 +306,25 @@ class LocalClient:
                 child.kill()
         psutil.wait_procs(self._children, timeout=5.0)
         self._children = []
+
+
+def check_attention(model: str, head_size: int) -> None:
+    """Refuse a model whose attention vLLM's CPU kernels cannot run: they would fail at the first request.
+
+    Raises:
+        ConfigurationError: naming the sizes that work.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        supported = CPUAttentionBackend.get_supported_head_sizes()
+        if head_size not in supported:
+            raise ConfigurationError(
+                f"model.policy.path must be a model whose attention heads have one of the sizes {supported} for vLLM on a CPU, "
+                f"got {head_size} ({model!r}). Take the embedded engine (HFEngine), or a model with another head_dim."
+            )
 
 
 @contextlib.contextmanager

@@ -6,13 +6,17 @@ processes of an engine of ours end with their trainer. `nccl` and `ipc` are vLLM
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import select
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
 from lit_asyncrl.generation.vllm_chunks import Piece, read_pieces
+from lit_asyncrl.generation.vllm_client import FAILURE_PREFIX
 from lit_asyncrl.types import NamedTensors
 
 TRAINER_PID = "LIT_ASYNCRL_TRAINER_PID"
@@ -41,6 +46,7 @@ def register() -> None:
     trainer = int(os.environ.get(TRAINER_PID, os.getpid()))
     if trainer != os.getpid():
         _follow(trainer)
+        logging.getLogger("vllm").addHandler(FailureFile(os.environ["VLLM_RPC_BASE_PATH"]))
 
 
 def _follow(trainer: int) -> None:
@@ -58,6 +64,28 @@ def _follow(trainer: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="trainer-watch", daemon=True).start()
+
+
+class FailureFile(logging.Handler):
+    """Leaves the error that ends a vLLM process where the trainer finds it: vLLM itself only prints it.
+
+    Args:
+        folder: of the engine's sockets.
+    """
+
+    ENDINGS = ("failed to start", "fatal error", "WorkerProc failed")
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(logging.ERROR)
+        self._folder = Path(folder)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One file, named by the time, so that the first is the cause."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and any(ending in record.getMessage() for ending in self.ENDINGS):
+            file = self._folder / f"{FAILURE_PREFIX}{time.time_ns()}"
+            with contextlib.suppress(OSError):
+                file.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
 
 
 @dataclass
@@ -118,8 +146,11 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, SharedMemo
         """Make the loaded weights the served ones.
 
         Raises:
-            ValueError: tensors are missing, unknown or of another shape than in the first update.
+            ValueError: tensors are missing, unknown or of another shape than in the first update. vLLM keeps the update open
+                then; calling again ends it.
         """
+        if not self._loading:
+            return
         self._finalize()
         if self._partial:
             raise ValueError(f"tensors must be whole, got part of {sorted(self._partial)[:3]}")

@@ -1,0 +1,265 @@
+"""One vLLM server over HTTP: its routes, with a time limit on every call and errors that say which server, which route and why.
+
+The routes are those of vLLM 0.32 in development mode (weight updates, pause) and of `--enable-scale-out` (token ids in, token ids
+out). Nothing here imports vLLM: a trainer without it can use a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lit_asyncrl.errors import EngineError
+from lit_asyncrl.generation.vllm_client import PauseMode, Sampled, parse_version
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+KEEP_ALIVE_S = 2.0
+"""How long an idle connection is used again. The server closes it after 5 s; one closed at that moment would lose a request."""
+POLL_S = 0.2
+"""Time between two tries to reach a server that is still starting."""
+STOP_TIMEOUT_S = 2.0
+"""Longest wait for an answer when nobody needs it any more."""
+ID_PREFIX = "generate-tokens-"
+"""What the server puts before a request's id, and wants to be given to abort it."""
+LONGEST_REASON = 600
+"""Characters of a server's message that go into ours."""
+
+
+class ServerError(EngineError):
+    """The server answered, with an error.
+
+    Attributes:
+        status: of HTTP.
+        reason: the server's message.
+    """
+
+    def __init__(self, url: str, route: str, status: int, reason: str) -> None:
+        super().__init__(f"The vLLM server at {url} refused {route} ({status}): {reason}")
+        self.status = status
+        self.reason = reason
+
+
+class ServerConnection:
+    """Connections to one server; belongs to one event loop.
+
+    Args:
+        url: such as `http://127.0.0.1:8000`.
+        api_key: sent as bearer token; None: none.
+        timeout_s: longest wait for an answer, except for a response's tokens: those may take any time, and the backend looks
+            meanwhile whether the engine lives.
+
+    Attributes:
+        in_flight: responses being sampled here.
+        world_size: vLLM's workers, known from `vllm_server_checks`.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        self.url = url
+        self.in_flight = 0
+        self.world_size = 1
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+        self._session: ClientSession | None = None
+
+    async def open(self, timeout_s: float) -> None:
+        """Return when the server answers that it is healthy; one that is still starting is waited for.
+
+        Raises:
+            EngineError: not healthy in time.
+        """
+        import aiohttp  # takes longer to import than this package's other modules, and only a run with a server needs it
+
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),  # all requests at once, control calls too
+            headers={} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"},
+        )
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                await self.call("GET", "/health", timeout_s=max(POLL_S, deadline - time.monotonic()))
+                return
+            except EngineError as error:
+                if time.monotonic() + POLL_S > deadline:
+                    raise EngineError(
+                        f"engine.urls must name vLLM servers that are up, got {self.url}, not healthy within {timeout_s:.1f} s. "
+                        "Start it (tools/serve_vllm.py does, on one host), or raise engine.start_timeout_s if it still loads. "
+                        f"{error}"
+                    ) from error
+            await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        """Leave the server scheduling, end what is still sampled for us, and close; never raises."""
+        session = self._session
+        if session is not None:
+            with contextlib.suppress(EngineError):
+                await self.call("POST", "/resume", timeout_s=STOP_TIMEOUT_S)
+            self._session = None
+            await session.close()
+
+    async def call(self, method: str, route: str, body: Any = None, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """One exchange of JSON.
+
+        Args:
+            method: of HTTP.
+            route: path and query.
+            body: sent as JSON; None: no body.
+            timeout_s: longest wait; None: `self._timeout_s`; infinite for no limit.
+
+        Raises:
+            ServerError: any status but 200.
+            EngineError: no connection, no answer in time, or no JSON.
+        """
+        import aiohttp
+
+        if self._session is None:
+            raise EngineError(f"The connection to the vLLM server at {self.url} is closed.")
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        bounded = aiohttp.ClientTimeout(total=None if limit == float("inf") else limit, sock_connect=self._timeout_s)
+        exchange = self._session.request(method, self.url + route, json=body, timeout=bounded, allow_redirects=False)
+        try:
+            async with exchange as response:
+                status, text = response.status, await response.text()
+                if status != 200:
+                    response.close()  # after an error the server closes the connection too: never use it again
+        except TimeoutError as error:
+            raise EngineError(
+                f"The vLLM server at {self.url} must answer {method} {route} within {min(limit, self._timeout_s):.1f} s, and did "
+                "not. It hangs or is stopped."
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(
+                f"The connection to the vLLM server at {self.url} failed at {method} {route}: {type(error).__name__}: {error}"
+            ) from error
+        if status != 200:
+            raise ServerError(self.url, f"{method} {route}", status, reason_of(text))
+        try:
+            return dict(json.loads(text)) if text else {}
+        except ValueError as error:
+            raise EngineError(
+                f"The vLLM server at {self.url} must answer {method} {route} in JSON, got {text[:80]!r}. Is it a vLLM server?"
+            ) from error
+
+    # ---------------------------------------------------------------- sampling
+
+    async def generate(self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], salt: str | None) -> Sampled:
+        """See `VLLMClient.generate`."""
+        body = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": params, "cache_salt": salt}
+        self.in_flight += 1
+        try:
+            answer = await self.call("POST", "/inference/v1/generate", body, timeout_s=float("inf"))
+        finally:
+            self.in_flight -= 1
+        return self._read(lambda: sampled_from(answer), "token ids, log-probs and weight versions", answer)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `VLLMClient.score`."""
+        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+        body = {"token_ids": list(token_ids), "sampling_params": params}
+        answer = await self.call("POST", "/inference/v1/generate", body)
+        return self._read(
+            lambda: [float(answer["prompt_logprobs"][i][str(token_ids[i])]["logprob"]) for i in range(1, len(token_ids))],
+            "prompt_logprobs of every token",
+            answer,
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests."""
+        await self.call("POST", "/abort_requests", {"request_ids": [ID_PREFIX + name for name in request_ids]})
+
+    # ---------------------------------------------------------------- control
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """See `VLLMClient.pause`."""
+        await self.call("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+
+    async def resume(self) -> None:
+        """See `VLLMClient.resume`."""
+        await self.call("POST", "/resume")
+
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        """See `VLLMClient.init_transfer`."""
+        await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
+
+    async def start_update(self) -> None:
+        """See `VLLMClient.start_update`. An update that was left half-way, here or by an earlier trainer, is given up first."""
+        try:
+            await self.call("POST", "/start_weight_update")
+        except ServerError as error:
+            if "already active" not in error.reason:
+                raise
+            await self.give_up_update()
+            await self.call("POST", "/start_weight_update")
+
+    async def give_up_update(self) -> None:
+        """End an update that was left half-way: the model can run, with weights that are nobody's. vLLM has no route for it."""
+        with contextlib.suppress(ServerError):  # it refuses where tensors are missing, but puts the layers together first
+            await self.call("POST", "/finish_weight_update")
+        with contextlib.suppress(ServerError):  # a chunk that cannot be read ends what is still open
+            await self.call("POST", "/update_weights", {"update_info": {}})
+
+    async def update(self, info: Any) -> None:
+        """See `VLLMClient.update`."""
+        await self.call("POST", "/update_weights", {"update_info": info})
+
+    async def finish_update(self, version: str) -> None:
+        """See `VLLMClient.finish_update`."""
+        await self.call("POST", "/finish_weight_update", {"weight_version": version})
+
+    async def set_version(self, version: str) -> None:
+        """See `VLLMClient.set_version`."""
+        await self.call("POST", "/update_weight_version", {"new_version": version})
+
+    async def version(self) -> str:
+        """See `VLLMClient.version`."""
+        answer = await self.call("GET", "/weight_info")
+        return self._read(lambda: str(answer["weight_version"]), "weight_version", answer)
+
+    def _read(self, value: Any, contract: str, answer: dict[str, Any]) -> Any:
+        """What `value` takes from an answer.
+
+        Raises:
+            EngineError: it is not there.
+        """
+        try:
+            return value()
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"The vLLM server at {self.url} must answer with {contract}, got {str(answer)[:200]} "
+                f"({type(error).__name__}: {error}). Is it vLLM 0.32?"
+            ) from error
+
+
+def sampled_from(answer: dict[str, Any]) -> Sampled:
+    """What a response of `/inference/v1/generate` says of its only choice."""
+    choice = answer["choices"][0]
+    content = (choice["logprobs"] or {}).get("content") or []
+    versions: list[int] = []
+    for span in choice["weight_versions"] or ():
+        versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+    return Sampled(
+        token_ids=list(choice["token_ids"] or ()),
+        logprobs=[float(entry["logprob"]) for entry in content],
+        versions=versions,
+        finish_reason=str(choice["finish_reason"]),
+        top_logprobs=(
+            {int(top["token_id"]): float(top["logprob"]) for top in content[0]["top_logprobs"]} if len(content) == 1 else {}
+        ),
+    )
+
+
+def reason_of(text: str) -> str:
+    """The message in an error's body, of which vLLM and its web framework have several forms."""
+    try:
+        body: Any = json.loads(text)
+    except ValueError:
+        body = text
+    for key in ("error", "detail", "message"):
+        if isinstance(body, dict) and key in body:
+            body = body[key]
+    return str(body)[:LONGEST_REASON].strip() or "no reason given"
