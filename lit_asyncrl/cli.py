@@ -4,6 +4,7 @@ lit-asyncrl fit --config vcpo                                  # a packaged conf
 lit-asyncrl fit --config vcpo --config my.yaml --trainer.max_steps=50
 lit-asyncrl validate|test|predict --config vcpo --ckpt_path last.ckpt
 lit-asyncrl export --ckpt_path last.ckpt --output_dir my-model
+lit-asyncrl plan --config vcpo                                 # predicted staleness, from briefly measured rates
 """
 
 from __future__ import annotations
@@ -27,18 +28,24 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lit_asyncrl.algorithm.advantages
 import lit_asyncrl.algorithm.losses
 import lit_asyncrl.generation.hf
+import lit_asyncrl.generation.vllm
+import lit_asyncrl.generation.vllm_server
 import lit_asyncrl.pool.pace
 import lit_asyncrl.tasks.arithmetic
 import lit_asyncrl.tasks.countdown
 import lit_asyncrl.tasks.jsonl
 import lit_asyncrl.tasks.mixture  # noqa: F401
-from lit_asyncrl.callbacks import AsyncRollout, EssLrScale, RunReport  # noqa: F401
+from lit_asyncrl.callbacks import AsyncRollout, CollapseGuard, EssLrScale, GradientAlignmentControl, RunReport  # noqa: F401
 from lit_asyncrl.callbacks.async_rollout import check_settings
 from lit_asyncrl.callbacks.predictions import PredictionWriter
 from lit_asyncrl.callbacks.signals import EXIT_CODES
+from lit_asyncrl.checkpoints import export_policy, read_checkpoint
 from lit_asyncrl.datamodule import RolloutDataModule, lag_of
 from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, DataError, StopRequested
-from lit_asyncrl.module import PolicyModule, export_policy, read_checkpoint
+from lit_asyncrl.module import PolicyModule
+from lit_asyncrl.planning.plan import Plan, plan_run
+from lit_asyncrl.planning.rates import GivenRates
+from lit_asyncrl.simulation.lengths import LengthShape
 from lit_asyncrl.strict_yaml import check_yaml_file
 
 MEANT = (
@@ -53,7 +60,7 @@ MEANT = (
 
 
 class Trainer(pl.Trainer):
-    """Lightning's Trainer with one more command."""
+    """Lightning's Trainer with two more commands."""
 
     def export(self, model: PolicyModule, ckpt_path: str, output_dir: str, datamodule: RolloutDataModule | None = None) -> str:
         """Write a checkpoint's policy as a Hugging Face folder.
@@ -67,6 +74,34 @@ class Trainer(pl.Trainer):
         folder = export_policy(ckpt_path, output_dir)
         print(f"exported to {folder}")  # noqa: T201 - the command's output
         return folder
+
+    def plan(
+        self,
+        model: PolicyModule,
+        datamodule: RolloutDataModule,
+        token_s: float | None = None,
+        train_s: float | None = None,
+        mean_tokens: float | None = None,
+        lengths: LengthShape = "exponential",
+        summary: str | None = None,
+        num_slots: int | None = None,
+    ) -> Plan:
+        """Predict staleness, rejection, utilisation and length bias of a run (docs/staleness.md); nothing is trained.
+
+        Args:
+            model: policy, whose rates are measured unless they are given.
+            datamodule: settings of the run.
+            token_s: seconds per token of one response while every slot is busy; with train_s and mean_tokens nothing is measured.
+            train_s: seconds per update.
+            mean_tokens: mean response length.
+            lengths: shape of the distribution of response lengths, where they are not measured.
+            summary: summary.json of an earlier run, to take the rates from.
+            num_slots: responses decoded at once, where the engine does not say.
+        """
+        given = GivenRates(token_s, train_s, mean_tokens, lengths)
+        prediction = plan_run(self, model, datamodule, given, summary=summary, num_slots=num_slots)
+        print(prediction.text())  # noqa: T201 - the command's output
+        return prediction
 
 
 class AsyncRLCLI(LightningCLI):
@@ -89,7 +124,7 @@ class AsyncRLCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """fit, validate, test, predict, and export."""
+        """fit, validate, test, predict, export, and plan."""
         loaders = {"model", "dataloaders", "datamodule"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -97,6 +132,7 @@ class AsyncRLCLI(LightningCLI):
             "test": loaders,
             "predict": loaders,
             "export": {"model", "datamodule"},
+            "plan": {"model", "datamodule"},
         }
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -134,6 +170,7 @@ class AsyncRLCLI(LightningCLI):
             value = getattr(trainer, key, None)
             if value is not None and (key, value) != ("accumulate_grad_batches", 1):
                 raise ConfigurationError(f"trainer.{key} must be left out, got {value} (manual optimization). Set {remedy}.")
+        trainer.callbacks = join_rollouts(trainer.callbacks)
         if self.subcommand == "export":
             check_writable(config.output_dir, "output_dir")
         if trainer.enable_progress_bar is False and trainer.callbacks:
@@ -146,6 +183,18 @@ class AsyncRLCLI(LightningCLI):
                     check_writable(str(save_dir), "trainer.logger.save_dir")
             if config.data.save_rollouts is not None:
                 check_writable(config.data.save_rollouts, "data.save_rollouts")
+
+
+def join_rollouts(callbacks: Any) -> Any:
+    """One AsyncRollout of several: the first, with the engine of the last.
+
+    So a file of `configs/engine` can append (`callbacks+`) an AsyncRollout that holds an engine, and leave the rest alone.
+    """
+    rollouts = [c for c in callbacks or () if getattr(c, "class_path", "").rpartition(".")[2] == AsyncRollout.__name__]
+    if len(rollouts) < 2:
+        return callbacks
+    rollouts[0].init_args.engine = rollouts[-1].init_args.engine
+    return [c for c in callbacks if not any(c is extra for extra in rollouts[1:])]
 
 
 def refuse_early(trainer: Any, module: PolicyModule, data: RolloutDataModule) -> None:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
+from lit_asyncrl.checks import check_data, check_prompts, checked_ids, collect_tasks
 from lit_asyncrl.errors import CheckpointError, ConfigurationError, WaitTimeoutError
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationSet
-from lit_asyncrl.generation.rollout import RolloutConfig, RolloutWorker, Truncated, ZeroVariance, sample_record
+from lit_asyncrl.generation.groups import sample_record
+from lit_asyncrl.generation.rollout import RolloutConfig, RolloutWorker, Truncated, ZeroVariance
 from lit_asyncrl.interfaces import Task
 from lit_asyncrl.loaders import EvaluationLoader, PromptsExhausted, TrainLoader, score_groups
 from lit_asyncrl.pool.collate import collate
@@ -31,18 +33,12 @@ from lit_asyncrl.pool.records import TakenGroup
 from lit_asyncrl.pool.sampler import StalenessSampler
 from lit_asyncrl.supervisor import Supervisor
 from lit_asyncrl.tasks.digits import ReverseDigits
-from lit_asyncrl.tasks.mixture import leaf_tasks
-from lit_asyncrl.tasks.prompt_source import PromptSource, check_prompt_length, derive_seed, tokenize_prompt
+from lit_asyncrl.tasks.prompt_source import PromptSource, Refill, derive_seed
 from lit_asyncrl.tasks.runner import RewardRunner
-from lit_asyncrl.types import Example, Prompt, SamplingParams, TrainBatch, TrajectoryGroup
+from lit_asyncrl.types import Prompt, SamplingParams, TrainBatch, TrajectoryGroup
 
 if TYPE_CHECKING:
     from lit_asyncrl.module import PolicyModule
-
-MAX_CHECKED_PROMPTS = 20_000
-"""Training prompts tokenized and checked before a run starts; beyond, a prompt is checked when it is dispatched."""
-
-PROCEDURAL_CHECKED_PROMPTS = 256
 
 TAKE_SLICE_S = 1.0
 """How often, in seconds, a wait for a batch looks whether the prompts have ended."""
@@ -64,6 +60,8 @@ class RolloutDataModule(LightningDataModule):
         max_tokens_per_micro_batch: padded tokens (trajectories x length) per forward and backward; None: whole batch at once.
         truncated: responses that ran out of budget are trained, only kept in the baseline (`mask`), or leave the group (`drop`).
         zero_variance: groups whose rewards are all equal are trained or dropped.
+        refill: what takes the place of a group that was dropped or failed: the next prompt, or the same one with other seeds.
+        max_tries: how often a prompt is sent in an epoch at most, with the refill `same_prompt`.
         updates_per_epoch: optimizer updates per Lightning epoch.
         evaluation: held-out sets by name (default: one, greedy); the first one's accuracy goes to the progress bar.
         reward_timeout_s: seconds for scoring one group.
@@ -87,6 +85,8 @@ class RolloutDataModule(LightningDataModule):
         max_tokens_per_micro_batch: int | None = 16384,
         truncated: Truncated = "train",
         zero_variance: ZeroVariance = "keep",
+        refill: Refill = "new_prompt",
+        max_tries: int = 3,
         updates_per_epoch: int = 100,
         evaluation: dict[str, EvaluationSet] | None = None,
         reward_timeout_s: float = 10.0,
@@ -110,6 +110,8 @@ class RolloutDataModule(LightningDataModule):
         self.evaluation = evaluation or {"heldout": EvaluationSet()}
         self.data_timeout_s = data_timeout_s
         self.max_prompt_epochs = max_prompt_epochs
+        self.refill: Refill = refill
+        self.max_tries = max_tries
         self.save_rollouts = save_rollouts
         self.seed = seed
         self.rollout_config = RolloutConfig(group_size, sampling, truncated, zero_variance, max(batch_groups, 64))
@@ -119,34 +121,7 @@ class RolloutDataModule(LightningDataModule):
         self.worker: RolloutWorker | None = None
         self._prepared_for: PolicyModule | None = None
         self._snapshot: tuple[int, dict[str, Any]] | None = None
-        self._check()
-
-    def _check(self) -> None:
-        problems = [
-            f"data.{key} must be at least {least}, got {value}."
-            for key, value, least in (
-                ("batch_groups", self.batch_groups, 1),
-                ("group_size", self.group_size, 1),
-                ("sampling.max_new_tokens", self.sampling.max_new_tokens, 1),
-                ("updates_per_epoch", self.updates_per_epoch, 1),
-                ("max_policy_age", 0 if self.max_policy_age is None else self.max_policy_age, 0),
-                ("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch or 1, 1),
-            )
-            if value < least
-        ]
-        if not self.sampling.temperature > 0:
-            problems.append(f"data.sampling.temperature must be above 0 in training, got {self.sampling.temperature}.")
-        if self.sampling.is_restricted:
-            problems.append(
-                "data.sampling must not set top_p, top_k or min_p in training, got "
-                f"top_p={self.sampling.top_p}, top_k={self.sampling.top_k}, min_p={self.sampling.min_p} (the log-probs would be "
-                "those of another distribution than the trainer's: every importance ratio would be biased). "
-                "Set them in data.evaluation."
-            )
-        if problems:
-            raise ConfigurationError(" ".join(problems))
-        for name, heldout in self.evaluation.items():
-            heldout.check(name)
+        check_data(self)
 
     # ---------------------------------------------------------------- set-up
 
@@ -164,9 +139,10 @@ class RolloutDataModule(LightningDataModule):
         """
         self._make_pool(publish_lag)
         if self._prepared_for is not module:
-            self.tasks: Mapping[str, Task] = self._collect_tasks()
+            held_out = (heldout.task for heldout in self.evaluation.values() if heldout.task is not None)
+            self.tasks: Mapping[str, Task] = collect_tasks((self.task, *held_out))
             module.configure_model()
-            self._check_prompts(module.tokenizer, module.context_length())
+            check_prompts(self, self.tasks, module.tokenizer, module.context_length())
             self._prepared_for = module
 
     def setup(self, stage: str) -> None:
@@ -188,8 +164,25 @@ class RolloutDataModule(LightningDataModule):
             max_new_tokens=self.sampling.max_new_tokens,
             context=module.context_length(),
             max_epochs=self.max_prompt_epochs,
+            refill=self.refill,
+            max_tries=self.max_tries,
         )
         self.pool = self._make_pool(publish_lag)
+        if self.refill == "same_prompt":
+            self.pool.ledger.on_settled(self._settled)
+
+    def _settled(self, group_id: int, state: str) -> None:
+        """A group has reached its end; one that was not trained may have its prompt sent again."""
+        pending = partial(self.pool.ledger.move, state="pending")
+        self.prompts.settle(group_id, trained=state == "trained", on_retry=pending)
+
+    def admission(self) -> dict[str, Any]:
+        """What `admission_limit` has to know beside batch, age and capacity."""
+        return {
+            "target_occupancy": self.sampler.target_occupancy,
+            "measures_mean": self.age_measure == "mean",
+            "splits_groups": self.sampler.splits_groups,
+        }
 
     def _make_pool(self, publish_lag: int) -> TrajectoryPool:
         return TrajectoryPool(
@@ -202,46 +195,6 @@ class RolloutDataModule(LightningDataModule):
             supervisor=self.supervisor,
         )
 
-    def _collect_tasks(self) -> dict[str, Task]:
-        tasks: dict[str, Task] = {}
-        for root in (self.task, *(s.task for s in self.evaluation.values() if s.task is not None)):
-            root.setup()
-            for leaf in leaf_tasks(root):
-                if not leaf.rewards:
-                    raise ConfigurationError(f"data.task must have at least one reward function, got none (task {leaf.name!r}).")
-                if tasks.setdefault(leaf.name, leaf) is not leaf:
-                    raise ConfigurationError(f"data.task names must differ, got {leaf.name!r} twice. Set `name` on one of them.")
-        return tasks
-
-    def _check_prompts(self, tokenizer: Any, context: int | None) -> None:
-        """Check prompts of the training split and of every held-out set, and that there are enough of them."""
-        prompts = self.task.num_train * (1 if self.max_prompt_epochs is None else self.max_prompt_epochs)
-        least = 1 if self.max_prompt_epochs is None else self.batch_groups
-        if prompts < least:
-            raise ConfigurationError(
-                f"data.task must give at least {least} prompts, got {self.task.num_train} an epoch (data.max_prompt_epochs: "
-                f"{self.max_prompt_epochs}). Give more prompts, raise data.max_prompt_epochs, or lower data.batch_groups."
-            )
-        stored = any(getattr(task, "is_stored", False) for task in self.tasks.values())
-        limit = MAX_CHECKED_PROMPTS if stored else PROCEDURAL_CHECKED_PROMPTS
-        budget = self.sampling.max_new_tokens
-        for index in range(min(limit, self.task.num_train)):
-            self._tokenize(self.task.train_example(index), tokenizer, budget, context)
-        for heldout in self.evaluation.values():
-            task = heldout.task or self.task
-            number = max(heldout.num_prompts, heldout.final_num_prompts)
-            for index in range(min(limit, number, task.num_heldout)):
-                self._tokenize(task.heldout_example(index), tokenizer, heldout.sampling(budget).max_new_tokens, context)
-
-    def _tokenize(self, example: Example, tokenizer: Any, max_new_tokens: int, context: int | None) -> tuple[int, ...]:
-        ids = tokenize_prompt(tokenizer, example)
-        if example.task not in self.tasks:
-            raise ConfigurationError(
-                f"data.task must name itself in its examples, got {example.task!r}, which is none of {sorted(self.tasks)}."
-            )
-        check_prompt_length(ids, example, max_new_tokens=max_new_tokens, context=context)
-        return ids
-
     def evaluation_batches(self, *, final: bool) -> list[EvaluationBatch]:
         """Every held-out set as one batch; the same prompts and seeds at every evaluation of a run."""
         tokenizer, context = self._module.tokenizer, self._module.context_length()
@@ -253,7 +206,7 @@ class RolloutDataModule(LightningDataModule):
             prompts = []
             for index in range(number):
                 example = task.heldout_example(index)
-                ids = self._tokenize(example, tokenizer, sampling.max_new_tokens, context)
+                ids = checked_ids(example, self.tasks, tokenizer, sampling.max_new_tokens, context)
                 prompts.append(Prompt(index, example, index, ids, 0, 0, derive_seed("evaluation", self.run_seed, name, index)))
             batches.append(EvaluationBatch(name, tuple(prompts), heldout.num_samples, sampling))
         return batches
@@ -313,7 +266,8 @@ class RolloutDataModule(LightningDataModule):
             try:
                 return self.pool.take(policy_version, self.score_groups, min(TAKE_SLICE_S, self.data_timeout_s))
             except WaitTimeoutError as error:
-                if ended:  # seen before the last look into the pool: what was in flight then is in there
+                # Seen before the last look into the pool: what was in flight then is in there, or is sent again.
+                if ended and self.worker.exhausted:
                     raise PromptsExhausted from error
                 if time.monotonic() >= deadline:
                     raise WaitTimeoutError(
@@ -357,7 +311,7 @@ class RolloutDataModule(LightningDataModule):
             with frozen as outstanding:
                 state = {
                     "tasks": sorted(self.tasks),
-                    "pool": self.pool.state_dict(),
+                    "pool": self.pool.state_dict(0 if self.worker is None else self.worker.unfinished_tokens),
                     "prompts": self.prompts.state_dict(outstanding),
                 }
             self._snapshot = (version, state)
@@ -376,8 +330,8 @@ class RolloutDataModule(LightningDataModule):
                     f"data.task must be that of the checkpoint, got {sorted(self.tasks)} instead of {state_dict['tasks']} (its "
                     "prompts and groups go on). To train the policy on another task, export it and start anew."
                 )
+            self.prompts.load_state_dict(state_dict["prompts"])  # before the pool, which may drop a group and have it sent again
             self.pool.load_state_dict(state_dict["pool"])
-            self.prompts.load_state_dict(state_dict["prompts"])
 
     def on_exception(self, exception: BaseException) -> None:
         """Release the tasks' resources: Lightning calls no teardown after an exception."""

@@ -12,7 +12,7 @@ from typing import Any
 from lit_asyncrl.errors import ConfigurationError, EngineError, WaitTimeoutError
 from lit_asyncrl.interfaces import GenerationEngine, RewardScorer, Task
 from lit_asyncrl.supervisor import POLL_S, Supervisor
-from lit_asyncrl.types import Completion, GenerationRequest, Prompt, SamplingParams
+from lit_asyncrl.types import Completion, GenerationRequest, Prompt, Response, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Evaluator:
         for i, prompt in enumerate(batch.prompts):
             members = completions[i * n : (i + 1) * n]
             task = self._tasks[prompt.example.task]
-            texts = [self._decode(c.token_ids) for c in members]
+            texts = [Response(self._decode(c.token_ids), len(c.token_ids)) for c in members]
             components = self._scorer.score(task, texts, prompt.example)
             if components is None:
                 failed += 1

@@ -17,6 +17,7 @@ from lit_asyncrl.types import (
     DeliveryReport,
     Example,
     GenerationRequest,
+    GroupOutcome,
     NamedTensors,
     Prompt,
     TrajectoryGroup,
@@ -36,7 +37,10 @@ class RewardFn(ABC):
 
     @abstractmethod
     def __call__(self, completion: str, example: Example) -> float:
-        """Score one decoded response (special tokens removed). Must return a finite number; may raise."""
+        """Score one decoded response (special tokens removed). Must return a finite number; may raise.
+
+        In a run, `completion` is a `Response`, which also has its `num_tokens`.
+        """
 
     def close(self) -> None:
         """Release what the reward holds (processes, files). Called once when the run ends."""
@@ -88,7 +92,7 @@ class GenerationEngine(ABC):
     """Samples responses in the background with the weights it was last given. Thread-safe; every wait is bounded.
 
     Life: constructor (cheap) -> `start` -> `begin_update`/`finish_update` once for the first weights -> requests -> `stop`.
-    Requests of purpose `evaluation` are decoded apart from training ones, which stand still (cache kept) meanwhile.
+    Requests of purpose `evaluation` are decoded before training ones or beside them, and answered apart from them.
 
     Attributes:
         rounds_weights: whether it serves a rounded copy (bfloat16), so that its log-probs differ from the trainer's by noise.
@@ -128,7 +132,8 @@ class GenerationEngine(ABC):
     def begin_update(self, version: int, weights: NamedTensors) -> None:
         """Copy the weights out and tell the engine to load them between two decode steps; returns when `weights` may change.
 
-        Requests in flight go on with their key-value cache. One update at a time: call `finish_update` before the next.
+        What becomes of requests in flight and of cached prompts is the engine's to say (`in_flight`, `prefix_cache`). One
+        update at a time: call `finish_update` before the next.
         """
 
     @abstractmethod
@@ -141,7 +146,7 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Stop decoding training requests (kept, with their cache); evaluation goes on. Returns when they stand still."""
+        """Stop decoding training requests (sampled tokens kept); evaluation goes on. Returns when they stand still."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -235,6 +240,11 @@ class PromptStream(Protocol):
         """The next prompts, fewer (down to none) only when the source has ended."""
         ...
 
+    @property
+    def ended(self) -> bool:
+        """Whether there is no prompt left to give; one that is sent again after a drop can undo it."""
+        ...
+
 
 class RewardScorer(Protocol):
     """Scores decoded responses with bounded waits."""
@@ -263,6 +273,22 @@ class TrajectorySink(Protocol):
         """Take over a finished group."""
         ...
 
-    def record(self, group_id: int, state: str, *, tokens: int = 0, reason: str | None = None) -> None:
-        """Tell the ledger what became of a group (`in_flight`, `scoring`, `dropped`, `failed`)."""
+    def record(
+        self,
+        group_id: int,
+        state: str,
+        *,
+        tokens: int | None = None,
+        reason: str | None = None,
+        outcome: GroupOutcome | None = None,
+    ) -> None:
+        """Tell the ledger what became of a group (`in_flight`, `scoring`, `dropped`, `failed`).
+
+        Args:
+            group_id: of the group.
+            state: where it is now.
+            tokens: tokens sampled for it so far; None: as told before.
+            reason: why, for `dropped` and `failed`.
+            outcome: of all its responses, once they are scored.
+        """
         ...

@@ -1,15 +1,18 @@
-"""PolicyModule: the language model as a LightningModule. One `training_step` is one optimizer update over a `TrainBatch`.
+"""PolicyModule: the language model as a LightningModule. One `training_step` is one optimizer update over a `TrainBatch`, or
+`updates_per_batch` of them over its mini-batches.
 
-The maths is in `lit_asyncrl.algorithm`; this file only loops over micro-batches, steps the optimizer, and logs.
+The maths is in `lit_asyncrl.algorithm`; this file only deals out mini-batches and steps the optimizer.
 Order of one update: forward and backward of every micro-batch -> callbacks' `on_before_optimizer_step` (gradient controls,
 learning-rate scale) -> clip to `max_grad_norm` -> optimizer -> scheduler -> `policy_version + 1`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,10 +21,14 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lit_asyncrl.algorithm.advantages import OPOB
-from lit_asyncrl.algorithm.estimator import MicroBatchStats, PolicyGradient
+from lit_asyncrl.algorithm.estimator import PolicyGradient
 from lit_asyncrl.algorithm.logprobs import token_logprobs
 from lit_asyncrl.algorithm.losses import Aggregation, SequenceTIS
-from lit_asyncrl.algorithm.weights import effective_sample_size
+from lit_asyncrl.algorithm.micro_batches import policy_ages, split_updates, without_over_age
+from lit_asyncrl.algorithm.options import OptionCheck
+from lit_asyncrl.algorithm.regularizers import ReferenceKL, Regularizer
+from lit_asyncrl.algorithm.settings import contradictions
+from lit_asyncrl.algorithm.statistics import age_stats, mean_stats, pool_stats
 from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, StopRequested
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult
 from lit_asyncrl.interfaces import Advantage, Objective
@@ -33,7 +40,6 @@ from lit_asyncrl.policy import (
     load_model,
     load_tokenizer,
     named_weights,
-    resolve_policy_path,
     vocabulary_size,
 )
 from lit_asyncrl.timing import StepTimes
@@ -66,6 +72,10 @@ class PolicyModule(LightningModule):
         lr_scheduler: makes the scheduler, stepped once per applied update; None for a constant rate.
         max_grad_norm: the gradient is clipped to this norm after all callbacks have seen it; None: not clipped.
         max_response_length: divisor of the `constant-length` aggregation, in tokens.
+        updates_per_batch: optimizer updates made of one batch, each on its own share of the groups. Ages grow from one to the
+            next: groups that exceed `data.max_policy_age` are left out.
+        reference_kl: KL penalty to a frozen reference model; None: no such model is loaded.
+        entropy_bonus: coefficient of the mean entropy in the loss, subtracted.
     """
 
     def __init__(
@@ -78,15 +88,27 @@ class PolicyModule(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         max_grad_norm: float | None = 1.0,
         max_response_length: int | None = None,
+        updates_per_batch: int = 1,
+        reference_kl: ReferenceKL | None = None,
+        entropy_bonus: float = 0.0,
     ) -> None:
         super().__init__()
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigurationError(
-                f"model.max_grad_norm must be above 0, got {max_grad_norm}. Give null to switch clipping off."
-            )
+        check = OptionCheck("model")
+        is_clip = max_grad_norm is None or max_grad_norm > 0
+        check.require(is_clip, "max_grad_norm", "be above 0", max_grad_norm, "Give null to switch clipping off.")
+        check.require(updates_per_batch >= 1, "updates_per_batch", "be at least 1", updates_per_batch, "Usual are 1 to 4.")
+        check.require(math.isfinite(entropy_bonus), "entropy_bonus", "be a finite number", entropy_bonus, "0 is none.")
+        check.refuse()
         self.automatic_optimization = False
         self.policy = policy
-        self.estimator = PolicyGradient(objective or SequenceTIS(), advantage or OPOB(), aggregation, max_response_length)
+        kl = reference_kl or ReferenceKL(0.0)
+        regularizer = Regularizer(kl.coefficient, kl.estimator, entropy_bonus)
+        self.estimator = PolicyGradient(
+            objective or SequenceTIS(), advantage or OPOB(), aggregation, max_response_length, regularizer
+        )
+        self.updates_per_batch = updates_per_batch
+        self.reference_kl = reference_kl
+        self._reference: list[torch.nn.Module] = []  # in a list: no submodule, neither trained nor saved
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self.max_grad_norm = max_grad_norm
@@ -94,6 +116,7 @@ class PolicyModule(LightningModule):
         self.step: StepStats | None = None
         self.times = StepTimes()
         self._backward_s = 0.0
+        self._gradient_was_removed = False
         self.evaluate: Evaluate | None = None
         self._tokenizer: Any = None
         self._consecutive_skips = 0
@@ -123,7 +146,27 @@ class PolicyModule(LightningModule):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.train()
         self.estimator.check_supported(model)
+        if self.reference_kl is not None:
+            self._load_reference(self.reference_kl, vocabulary_size(model))
         self.model: PreTrainedModel = model
+
+    def _load_reference(self, reference_kl: ReferenceKL, vocab_size: int) -> None:
+        path = reference_kl.path or self.policy.path
+        model = load_model(
+            path,
+            attn_implementation=self.policy.attn_implementation,
+            trust_remote_code=self.policy.trust_remote_code,
+        )
+        if vocabulary_size(model) != vocab_size:
+            raise ConfigurationError(
+                f"model.reference_kl.path must hold a model with the policy's vocabulary of {vocab_size}, got {path!r} with "
+                f"{vocabulary_size(model)}. Use a model of the same family, or leave it out: the policy before training."
+            )
+        self._reference.append(model.requires_grad_(False))
+
+    def contradictions(self, data: Any) -> list[str]:
+        """What of the settings here does not go with a `RolloutDataModule`'s; messages with keys, values and remedies."""
+        return contradictions(self.estimator.objective, self.estimator.advantage, self.updates_per_batch, data)
 
     def context_length(self) -> int | None:
         """The model's context in tokens; None if its config does not say."""
@@ -134,11 +177,19 @@ class PolicyModule(LightningModule):
         return named_weights(self.model)
 
     @torch.no_grad()
-    def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probs (nats) of ids[1:] given their prefixes, in float32: what the engine must reproduce after an update."""
+    def probe_logprobs(self, ids: Sequence[int], changed: NamedTensors | None = None) -> list[float]:
+        """Log-probs (nats) of ids[1:] given their prefixes, in float32: what the engine must reproduce after an update.
+
+        Args:
+            ids: the probe.
+            changed: weights that take the place of the model's own of the same name.
+        """
         row = torch.tensor([list(ids)], device=self.device)
         with torch.autocast(self.device.type, enabled=False):
-            logits = self.model(input_ids=row, use_cache=False).logits[0, :-1].float()
+            output: Any = torch.func.functional_call(
+                self.model, dict(changed or {}), kwargs={"input_ids": row, "use_cache": False}
+            )
+        logits = output.logits[0, :-1].float()
         return torch.log_softmax(logits, -1).gather(-1, row[0, 1:, None])[:, 0].tolist()
 
     @torch.no_grad()
@@ -157,37 +208,65 @@ class PolicyModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> None:
-        """One update, or a logged skip when there is nothing to train or the gradient is not finite."""
+        """The updates of one batch, each of which is a logged skip when nothing can be trained or its gradient is not finite."""
+        updates = split_updates(batch.micro_batches, self.updates_per_batch)
+        if self.estimator.needs_proximal and (len(updates) > 1 or len(batch.micro_batches) > 1):
+            with self.times.measure("forward"):
+                updates = [self.estimator.with_logprobs(self.model, parts) for parts in updates]
+        steps, ages, num_over_age = [], [], 0
+        for i, parts in enumerate(updates):
+            if i > 0:
+                parts, dropped = self._later(parts)
+                num_over_age += dropped
+            ages += [policy_ages(part, self.policy_version) for part in parts]
+            steps.append(self._update(parts))
+        self.step = mean_stats(steps)
+        if len(steps) > 1:
+            batch.stats |= age_stats(ages, num_over_age)
+
+    def _later(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], int]:
+        """The micro-batches of a later update of a batch, and how many groups of them became too old since it was taken."""
+        parts = list(micro_batches)
+        if not self.estimator.needs_proximal:  # log-probs that were handed on are of the policy before the first update
+            parts = [replace(part, logprobs=None) for part in parts]
+        data, num_over_age = self.trainer.datamodule, 0  # type: ignore[attr-defined]
+        if data.max_policy_age is not None:
+            young = [without_over_age(part, self.policy_version, data.max_policy_age, data.age_measure) for part in parts]
+            parts, num_over_age = [part for part, _ in young], sum(number for _, number in young)
+        return parts, num_over_age
+
+    def _update(self, micro_batches: Sequence[MicroBatch]) -> StepStats:
+        """One optimizer update, or a skip."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         started = time.perf_counter()
         self._backward_s = 0.0
-        parts = [
-            self.estimator.accumulate(
-                self.model,
-                micro_batch,
-                num_trajectories=batch.num_trajectories,
-                num_trained_tokens=batch.num_trained_tokens,
-                backward=self._timed_backward,
-            )
-            for micro_batch in batch.micro_batches
-        ]
+        parts = self.estimator.gradient(
+            self.model,
+            micro_batches,
+            backward=self._timed_backward,
+            reference=self._reference[0].to(self.device) if self._reference else None,
+        )
         self.times.add("forward", time.perf_counter() - started - self._backward_s)
         self.times.add("backward", self._backward_s)
-        self.step = pool_stats(parts)
+        step = self.step = pool_stats(parts, self.policy_version)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        self.step.grad_norm = norm
-        if not gradients or not torch.isfinite(torch.tensor(norm)):
+        step.grad_norm = norm
+        if not gradients or not math.isfinite(norm):
             self._skip("no token to train" if not gradients else f"a gradient norm of {norm}")
-            return
+            return step
         with self.times.measure("optimizer"):
             optimizer.step()
-            scheduler: Any = self.lr_schedulers()
-            if scheduler is not None:
-                scheduler.step()
+        if self._gradient_was_removed:
+            self._skip("a callback that removed the gradient")
+            return step
+        scheduler: Any = self.lr_schedulers()
+        if scheduler is not None:
+            scheduler.step()
         self.policy_version += 1
         self._consecutive_skips = 0
+        return step
 
     def _timed_backward(self, loss: Tensor) -> None:
         started = time.perf_counter()
@@ -206,7 +285,8 @@ class PolicyModule(LightningModule):
             )
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Clip, after every callback has seen the unclipped gradient."""
+        """Clip, after every callback has seen the unclipped gradient; one that set all of it to None asks for a skip."""
+        self._gradient_was_removed = all(p.grad is None for p in self.parameters())
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters(), self.max_grad_norm)
 
@@ -267,79 +347,3 @@ class PolicyModule(LightningModule):
             )
         self.policy_version = int(checkpoint["lit_asyncrl"]["policy_version"])
         self.num_skipped = int(checkpoint["lit_asyncrl"]["num_skipped"])
-
-
-def pool_stats(parts: Sequence[MicroBatchStats]) -> StepStats:
-    """Statistics of the whole batch from those of its micro-batches; one effective sample size over all of them."""
-    log_weights = torch.cat([part.log_weights_B for part in parts])
-    tokens = sum(part.num_tokens for part in parts)
-    if tokens == 0:
-        return StepStats(log_weights, 0.0, 0.0)
-    ess, ess_ratio = effective_sample_size(log_weights)
-    advantages = torch.cat([part.advantages for part in parts])
-    weights = log_weights.double().exp()
-    metrics = {
-        "loss": sum(part.loss for part in parts),
-        "policy/entropy": sum(part.entropy_sum for part in parts) / tokens,
-        "policy/advantage_abs_mean": float(advantages.abs().mean()),
-        "weights/log_ratio_mean": sum(part.log_ratio_sum for part in parts) / tokens,
-        "weights/k3_kl": sum(part.k3_sum for part in parts) / tokens,
-        "weights/clipped_share": sum(part.num_clipped for part in parts) / tokens,
-        "weights/sequence_weight_mean": float(weights.mean()),
-        "weights/sequence_weight_max": float(weights.max()),
-    }
-    baselines = [part.baselines for part in parts if part.baselines is not None]
-    if baselines:
-        metrics["policy/baseline_mean"] = float(torch.cat(baselines).mean())
-    return StepStats(log_weights, float(ess), float(ess_ratio), metrics=metrics)
-
-
-def export_policy(checkpoint_path: str, output_dir: str, policy_path: str | None = None) -> str:
-    """Write the policy of a checkpoint as a Hugging Face folder (model, tokenizer, generation config).
-
-    Args:
-        checkpoint_path: a checkpoint written by lit-asyncrl.
-        output_dir: folder to write; made if missing.
-        policy_path: the model folder the run started from; None: as recorded in the checkpoint.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: the file is missing, torn or foreign.
-    """
-    checkpoint = read_checkpoint(checkpoint_path)
-    source = resolve_policy_path(policy_path or checkpoint["lit_asyncrl"]["policy_path"])
-    model = load_model(source)
-    state = checkpoint["state_dict"]
-    weights = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
-    try:
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-    except RuntimeError as error:  # tensors of other shapes
-        raise CheckpointError(f"ckpt_path must fit the model in {source!r}, got {checkpoint_path!r} ({error}).") from error
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    if unexpected or set(missing) - tied:
-        raise CheckpointError(
-            f"ckpt_path must fit the model in {source!r}, got unexpected tensors {unexpected[:3]} and missing "
-            f"{sorted(missing)[:3]}."
-        )
-    model.save_pretrained(output_dir)
-    load_tokenizer(source).save_pretrained(output_dir)
-    return output_dir
-
-
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """The content of a checkpoint, without running any pickled code.
-
-    Raises:
-        CheckpointError: the file is missing, torn or foreign.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"ckpt_path must name a whole checkpoint, got {path!r} ({type(error).__name__}: {error})."
-        ) from error
-    if not isinstance(checkpoint, dict) or "lit_asyncrl" not in checkpoint:
-        raise CheckpointError(f"ckpt_path must name a checkpoint written by lit-asyncrl, got {path!r}.")
-    return checkpoint

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,12 @@ FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence id was sampled; `length`: the budget ran out (a *truncated* response); `abort`: cancelled."""
 
 Purpose = Literal["train", "evaluation"]
+
+InFlight = Literal["keep", "wait", "restart"]
+"""What becomes of responses in flight when weights arrive: go on with their cache, end first, or recompute their cache."""
+
+PrefixCache = Literal["salt", "reset", "keep"]
+"""What becomes of cached prompts when weights arrive: hidden from later requests, dropped, or shared across updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,22 @@ class Completion:
     finish_reason: FinishReason
 
 
+class Response(str):
+    """A decoded response, special tokens removed: text that also knows how many tokens were sampled for it.
+
+    Attributes:
+        num_tokens: sampled tokens, the end-of-sequence token included.
+    """
+
+    num_tokens: int
+
+    def __new__(cls, text: str, num_tokens: int) -> Response:
+        """A string like `text`."""
+        response = super().__new__(cls, text)
+        response.num_tokens = num_tokens
+        return response
+
+
 @dataclass(slots=True)
 class TrajectoryGroup:
     """The G trajectories of one prompt: the unit of pool, samplers and baselines. Filled by the rollout worker.
@@ -170,6 +192,22 @@ class TrajectoryGroup:
     def num_trained_tokens(self) -> int:
         """Tokens with `loss_mask` set."""
         return int(self.loss_mask.sum())
+
+
+class GroupOutcome(NamedTuple):
+    """What came out of one prompt, for comparing the groups that are trained with all that were dispatched.
+
+    Attributes:
+        num_responses: responses of the group.
+        num_tokens: tokens sampled for them.
+        reward_sum: sum of their rewards.
+        num_correct: how many of them meet the task's accuracy criterion.
+    """
+
+    num_responses: int
+    num_tokens: int
+    reward_sum: float
+    num_correct: int
 
 
 @dataclass

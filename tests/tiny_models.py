@@ -21,11 +21,22 @@ def save_qwen3(folder: Path, *, seed: int = 0, **overrides: Any) -> str:
     )
 
 
-def save_llama(folder: Path, *, seed: int = 0) -> str:
+def save_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> str:
     """Untied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _save(LlamaForCausalLM, LlamaConfig(**(_sizes() | {"tie_word_embeddings": False})), folder, seed)
+    return _save(LlamaForCausalLM, LlamaConfig(**(_sizes() | {"tie_word_embeddings": False} | overrides)), folder, seed)
+
+
+def perturbed(model: Any, scale: float = 0.05, seed: int = 1) -> Any:
+    """A copy of a model with noise on every parameter: at the default far enough that log-probs differ in the first digit."""
+    copy = type(model)(model.config)
+    copy.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return copy.eval()
 
 
 def token_logprobs(model: Any, prompt_ids: tuple[int, ...], token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:

@@ -3,83 +3,48 @@
     gradient = sum_i sum_t c_i * omega_it * A_i * grad log pi(y_it)
 
 omega comes from an `Objective`, A from an `Advantage`, c from the aggregation. The loss is minus the weighted sum of log-probs
-with the three factors detached, so that `.grad` is what an optimizer that minimizes expects.
+with the three factors detached, so that `.grad` is what an optimizer that minimizes expects; a `Regularizer` may add to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from lit_asyncrl.algorithm.advantages import OPOB
-from lit_asyncrl.algorithm.logprobs import TokenLogprobs, token_logprobs
-from lit_asyncrl.algorithm.losses import Aggregation, Reinforce, check_aggregation, token_scales
-from lit_asyncrl.algorithm.score_norms import BatchedScores, check_supported, logit_proxy
-from lit_asyncrl.algorithm.weights import k3_sum, log_ratios, sequence_log_weights
+from lit_asyncrl.algorithm.aggregation import Aggregation, aggregation_problems, token_scales
+from lit_asyncrl.algorithm.clip_losses import ProximalObjective
+from lit_asyncrl.algorithm.exact_gradients import BatchBaseline, Formed, form_batched, form_per_trajectory, trainable
+from lit_asyncrl.algorithm.logprobs import token_logprobs
+from lit_asyncrl.algorithm.method import Method
+from lit_asyncrl.algorithm.micro_batches import trained_counts
+from lit_asyncrl.algorithm.mismatch import Mismatch
+from lit_asyncrl.algorithm.regularizers import Regularizer, kl_estimate
+from lit_asyncrl.algorithm.score_norms import check_supported, logit_proxy
+from lit_asyncrl.algorithm.scored import MicroBatchStats, Scored, TrainedRows, no_stats
+from lit_asyncrl.algorithm.weights import k3_sum
 from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.interfaces import Advantage, Objective
 from lit_asyncrl.types import MicroBatch
 
-
-@dataclass
-class MicroBatchStats:
-    """What one micro-batch contributed, detached. N trajectories: those with a trained token.
-
-    Attributes:
-        rows: [N] int64, their positions in the micro-batch.
-        log_weights_B: [N] raw sequence log-ratios, nats.
-        lengths: [N] int64 trained tokens.
-        advantages: [N].
-        baselines: [N], of OPOB; else None.
-        score_norms_squared: [N] float64, where the advantage asked for them; else None.
-        loss: sum of the loss's terms; those of all micro-batches add up to the batch's loss.
-        num_tokens: trained tokens.
-        num_clipped: trained tokens whose weight is below their (token or trajectory) ratio; 0 for objectives without ratio.
-        log_ratio_sum, k3_sum, entropy_sum: over trained tokens, nats, float64.
-    """
-
-    rows: Tensor
-    log_weights_B: Tensor  # noqa: N815 - dimension suffix, see the design's vocabulary
-    lengths: Tensor
-    advantages: Tensor
-    baselines: Tensor | None
-    score_norms_squared: Tensor | None
-    loss: float
-    num_tokens: int
-    num_clipped: int
-    log_ratio_sum: float
-    k3_sum: float
-    entropy_sum: float
-
-
-@dataclass
-class _Evaluation:
-    """A micro-batch after its forward pass, reduced to trajectories with a trained token (`rows` of the `whole`)."""
-
-    whole: MicroBatch
-    rows: Tensor
-    batch: MicroBatch
-    logprobs: Tensor
-    entropy: Tensor
-    log_ratio: Tensor
-    log_weights: Tensor
-    lengths: Tensor
+Backward = Callable[[Tensor], None]
 
 
 class PolicyGradient:
-    """Forms the gradient of micro-batches of whole groups.
+    """Forms the gradient of batches made of micro-batches of whole groups.
 
     Args:
         objective: gives omega.
         advantage: gives A.
         aggregation: gives c, see `token_scales`.
         max_response_length: tokens, for aggregation `constant-length` alone.
+        regularizer: what else is in the loss.
 
     Raises:
-        ConfigurationError: unknown aggregation, or exact OPOB with an objective whose weights differ within a trajectory.
+        ConfigurationError: unknown aggregation, or an advantage that the objective's weights do not go with; all at once.
     """
 
     def __init__(
@@ -88,28 +53,69 @@ class PolicyGradient:
         advantage: Advantage,
         aggregation: Aggregation = "sequence-mean-token-mean",
         max_response_length: int | None = None,
+        regularizer: Regularizer = Regularizer(),  # noqa: B008 - frozen
     ) -> None:
-        check_aggregation(aggregation, max_response_length)
-        if advantage.score_norm in ("batched", "per_trajectory") and not objective.trajectory_level:
-            raise ConfigurationError(
-                "model.objective must have one weight per trajectory where score norms are exact, got "
-                f"{type(objective).__name__} (model.advantage.init_args.score_norm is {advantage.score_norm!r}). "
-                "Set score_norm to logit_proxy, or choose a trajectory-level objective such as SequenceTIS."
-            )
-        if advantage.score_norm == "per_trajectory" and not isinstance(advantage, OPOB):
-            raise ConfigurationError(
-                "model.advantage must be OPOB where score_norm is per_trajectory, got "
-                f"{type(advantage).__name__}. Set its score_norm to batched or logit_proxy."
-            )
-        self.objective = objective
-        self.advantage = advantage
-        self.aggregation = aggregation
+        self.method = Method(objective, advantage)
+        problems = aggregation_problems(aggregation, max_response_length) + self.method.problems()
+        if problems:
+            raise ConfigurationError(" ".join(problems))
+        self.aggregation: Aggregation = aggregation
         self.max_response_length = max_response_length
+        self.regularizer = regularizer
+
+    @property
+    def objective(self) -> Objective:
+        """What gives omega."""
+        return self.method.objective
+
+    @property
+    def advantage(self) -> Advantage:
+        """What gives A."""
+        return self.method.advantage
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the log-probs at the start of the batch are needed in each of its updates."""
+        return isinstance(self.objective, ProximalObjective)
 
     def check_supported(self, model: nn.Module) -> None:
         """Refuse a model whose score norms cannot be formed as asked. Raises `ConfigurationError`."""
         if self.advantage.score_norm == "batched":
             check_supported(model)
+
+    @torch.no_grad()
+    def with_logprobs(self, model: nn.Module, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches with their log-probs under `model` (detached), where they were not handed on."""
+        return [
+            part if part.logprobs is not None else replace(part, logprobs=token_logprobs(model, part).logprobs)
+            for part in micro_batches
+        ]
+
+    def gradient(
+        self, model: nn.Module, micro_batches: Sequence[MicroBatch], *, backward: Backward, reference: nn.Module | None = None
+    ) -> list[MicroBatchStats]:
+        """Add the gradient of a whole batch (of one update) to the parameters' `.grad`, whatever its micro-batches are.
+
+        Args:
+            model: Hugging Face causal language model.
+            micro_batches: whole groups.
+            backward: differentiates a scalar into `.grad`. Not called with score norms `batched`, where the gradient is formed
+                from the layers' records, except for the regularizer.
+            reference: frozen model that the KL penalty is measured to; None: none.
+        """
+        num_trajectories, num_trained_tokens = trained_counts(micro_batches)
+        method, late = self.method.for_batch(model, micro_batches), None
+        advantage = method.advantage
+        if isinstance(advantage, OPOB) and method.has_batch_baseline and method.is_exact and len(micro_batches) > 1:
+            late = BatchBaseline(advantage, trainable(model))
+            method = replace(method, advantage=advantage.with_baseline(0.0))
+        parts: list[tuple[MicroBatch, Formed | None, float | None]] = []
+        for part in micro_batches:
+            formed, kl = self._form(model, part, method, (num_trajectories, num_trained_tokens), backward, reference, late)
+            parts.append((part, formed, kl))
+        if late is not None:
+            late.settle([formed for _, formed, _ in parts if formed is not None])
+        return [no_stats(part) if formed is None else self._stats(formed, kl) for part, formed, kl in parts]
 
     def accumulate(
         self,
@@ -118,232 +124,112 @@ class PolicyGradient:
         *,
         num_trajectories: int,
         num_trained_tokens: int,
-        backward: Callable[[Tensor], None],
+        backward: Backward,
+        reference: nn.Module | None = None,
     ) -> MicroBatchStats:
-        """Add the micro-batch's part of the gradient to the parameters' `.grad`.
+        """Add one micro-batch's part of the gradient; what a method takes from the batch, it takes from this micro-batch.
 
         A trajectory without a trained token has a reward, and therefore a part in the group's mean and deviation, but neither
         gradient nor weight; a micro-batch of such alone leaves model and gradients untouched.
 
         Args:
-            model: Hugging Face causal language model.
+            model: as in `gradient`.
             micro_batch: whole groups.
             num_trajectories, num_trained_tokens: of the whole batch, see `TrainBatch`.
-            backward: differentiates a scalar into `.grad` (the Lightning module's `manual_backward`). Not called with score
-                norms `batched`, where the gradient is formed from the layers' records.
+            backward: as in `gradient`.
+            reference: as in `gradient`.
         """
-        rows = micro_batch.loss_mask.any(-1).nonzero().squeeze(-1)
-        if not len(rows):
-            return _no_stats(rows, micro_batch.rewards)
-        batch = micro_batch if len(rows) == micro_batch.num_trajectories else _select(micro_batch, rows)
+        counts = (num_trajectories, num_trained_tokens)
+        formed, kl = self._form(model, micro_batch, self.method, counts, backward, reference, None)
+        return no_stats(micro_batch) if formed is None else self._stats(formed, kl)
+
+    def _form(
+        self,
+        model: nn.Module,
+        micro_batch: MicroBatch,
+        method: Method,
+        counts: tuple[int, int],
+        backward: Backward,
+        reference: nn.Module | None,
+        late: BatchBaseline | None,
+    ) -> tuple[Formed | None, float | None]:
+        """Form the micro-batch's gradient. Returns it, None if nothing is trained, and the summed KL to the reference."""
+        trained = TrainedRows.of(micro_batch)
+        if not len(trained.rows):
+            return None, None
+        batch = trained.batch
         scales = token_scales(
             self.aggregation,
             batch.loss_mask.sum(-1),
-            num_trajectories=num_trajectories,
-            num_trained_tokens=num_trained_tokens,
+            num_trajectories=counts[0],
+            num_trained_tokens=counts[1],
             max_response_length=self.max_response_length,
         )
-        if self.advantage.score_norm == "batched":
-            return self._batched(model, micro_batch, batch, rows, scales)
-        if self.advantage.score_norm == "per_trajectory":
-            return self._per_trajectory(model, micro_batch, batch, rows, scales, backward)
-        need_energy = self.advantage.score_norm is not None
-        scored = token_logprobs(model, batch, need_energy=need_energy)
-        evaluation = _evaluate(micro_batch, rows, batch, scored)
-        norms = logit_proxy(scored.energy, batch.loss_mask) if scored.energy is not None else None
-        advantages, omega = self._factors(evaluation, norms)
-        factors = omega * (scales.to(omega.dtype) * advantages)[:, None]
-        loss = -(factors[batch.loss_mask] * scored.logprobs[batch.loss_mask]).sum()
-        backward(loss)
-        return self._stats(evaluation, advantages, omega, norms, float(loss.detach()))
+        with torch.no_grad():
+            reference_logprobs = None if reference is None else token_logprobs(reference, batch).logprobs
+        if method.advantage.score_norm == "batched":
+            formed = form_batched(method, model, trained, scales, late)
+        elif method.advantage.score_norm == "per_trajectory":
+            formed = form_per_trajectory(method, model, trained, scales, backward, late)
+        else:
+            formed = self._form_plain(model, method, trained, scales, reference_logprobs, backward)
+        if method.is_exact and self.regularizer.acts:
+            forward = token_logprobs(model, batch, entropy_gradient=True)
+            loss = self.regularizer.loss(forward.logprobs, forward.entropy, reference_logprobs, scales, batch.loss_mask)
+            backward(loss)
+            formed.loss += float(loss.detach())
+        if reference_logprobs is None:
+            return formed, None
+        log_ratio = (formed.scored.logprobs - reference_logprobs)[batch.loss_mask].double()
+        return formed, float(kl_estimate(log_ratio, self.regularizer.kl_estimator).sum())
 
-    def _factors(self, evaluation: _Evaluation, norms: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Advantages [N] and weights omega [N, T], detached."""
-        batch, whole, rows = evaluation.batch, evaluation.whole, evaluation.rows
-
-        def spread(values: Tensor) -> Tensor:
-            return values.new_zeros(whole.num_trajectories).index_copy(0, rows, values)
-
-        advantages = self.advantage(
-            whole.rewards,
-            whole.group_index,
-            lengths=spread(evaluation.lengths),
-            log_weights=spread(evaluation.log_weights),
-            score_norms_squared=None if norms is None else spread(norms),
-        )[rows]
-        omega = self.objective.coefficients(evaluation.log_ratio, batch.loss_mask, advantages, batch.group_index)
-        return advantages, omega.detach()
-
-    def _batched(self, model: nn.Module, whole: MicroBatch, batch: MicroBatch, rows: Tensor, scales: Tensor) -> MicroBatchStats:
-        """Exact norms and gradient from one forward and one backward."""
-        with BatchedScores(model, batch.num_trajectories) as scores:
-            scored = token_logprobs(model, batch, share_prefix=False)
-            scores.backward(scored.logprobs.masked_fill(~batch.loss_mask, 0.0).sum())
-        evaluation = _evaluate(whole, rows, batch, scored)
-        norms = scores.norms_squared()
-        advantages, omega = self._factors(evaluation, norms)
-        factors = scales * _per_trajectory_weight(omega, batch.loss_mask) * advantages
-        scores.accumulate(-factors)
-        return self._stats(evaluation, advantages, omega, norms, _loss(evaluation, factors))
-
-    def _per_trajectory(
+    def _form_plain(
         self,
         model: nn.Module,
-        whole: MicroBatch,
-        batch: MicroBatch,
-        rows: Tensor,
+        method: Method,
+        trained: TrainedRows,
         scales: Tensor,
-        backward: Callable[[Tensor], None],
-    ) -> MicroBatchStats:
-        """Exact norms from one backward per trajectory, and the gradient from two accumulators per group.
-
-        With k_i = c_i omega_i / sigma, sum_i k_i (R_i - b) S_i = sum_i k_i R_i S_i - b sum_i k_i S_i, and b, which needs all
-        norms of the group, comes last. A forward pass without gradient gives the weights of a whole group beforehand.
-        """
-        assert isinstance(self.advantage, OPOB), "checked by the constructor"
-        with torch.no_grad():
-            scored = token_logprobs(model, batch)
-        evaluation = _evaluate(whole, rows, batch, scored)
-        omega = self.objective.coefficients(
-            evaluation.log_ratio, batch.loss_mask, torch.zeros_like(batch.rewards), batch.group_index
+        reference_logprobs: Tensor | None,
+        backward: Backward,
+    ) -> Formed:
+        """One forward and one backward of the weighted log-probs, regularization included."""
+        batch, mask = trained.batch, trained.batch.loss_mask
+        forward = token_logprobs(
+            model,
+            batch,
+            need_energy=method.advantage.score_norm is not None,
+            entropy_gradient=self.regularizer.entropy_coefficient != 0,
         )
-        weights = (
-            scales
-            * _per_trajectory_weight(omega, batch.loss_mask)
-            * self.advantage.scales(whole.rewards, whole.group_index)[rows]
-        )
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        kept = [p.grad for p in parameters]
-        norms = torch.zeros_like(evaluation.log_weights, dtype=torch.float64)
-        for group in batch.group_index.unique():
-            members = (batch.group_index == group).nonzero().squeeze(-1)
-            with_reward = [torch.zeros_like(p) for p in parameters]
-            without = [torch.zeros_like(p) for p in parameters]
-            for i in members.tolist():
-                norms[i] = _backward_score(model, batch, i, parameters, backward)
-                scores = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-                torch._foreach_add_(with_reward, scores, alpha=float(weights[i] * batch.rewards[i]))
-                torch._foreach_add_(without, scores, alpha=float(weights[i]))
-            baseline = self._baselines(evaluation, norms, members)[0]
-            torch._foreach_add_(with_reward, without, alpha=-float(baseline))
-            kept = [-new if old is None else old.sub_(new) for old, new in zip(kept, with_reward, strict=True)]
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
-        advantages, omega_after = self._factors(evaluation, norms)
-        if not torch.equal(omega_after[batch.loss_mask], omega[batch.loss_mask]):
-            raise ConfigurationError(
-                "model.objective must not look at the advantages where score_norm is per_trajectory, got "
-                f"{type(self.objective).__name__}. Set model.advantage.init_args.score_norm to batched or logit_proxy."
-            )
-        factors = scales * _per_trajectory_weight(omega, batch.loss_mask) * advantages
-        return self._stats(evaluation, advantages, omega, norms, _loss(evaluation, factors))
+        scored = Scored.of(trained, forward, scales)
+        norms = None if forward.energy is None else logit_proxy(forward.energy, mask)
+        advantages = method.advantages(scored, norms)
+        omega = method.omega(scored, advantages)
+        factors = omega * (scales.to(omega.dtype) * advantages)[:, None]
+        loss = -(factors[mask] * forward.logprobs[mask]).sum()
+        if self.regularizer.acts:
+            loss = loss + self.regularizer.loss(forward.logprobs, forward.entropy, reference_logprobs, scales, mask)
+        backward(loss)
+        return Formed(scored, advantages, omega, norms, method.baselines(scored, norms), float(loss.detach()))
 
-    def _baselines(self, evaluation: _Evaluation, norms: Tensor, members: Tensor) -> Tensor:
-        """OPOB's baseline of the given trajectories' groups."""
-        assert isinstance(self.advantage, OPOB), "only OPOB has baselines to report"
-        return self.advantage.baselines(
-            evaluation.batch.rewards[members],
-            evaluation.batch.group_index[members],
-            lengths=evaluation.lengths[members],
-            log_weights=evaluation.log_weights[members],
-            score_norms_squared=norms[members],
-        )
-
-    def _stats(
-        self, evaluation: _Evaluation, advantages: Tensor, omega: Tensor, norms: Tensor | None, loss: float
-    ) -> MicroBatchStats:
-        rows = evaluation.rows
-        mask, log_ratio = evaluation.batch.loss_mask, evaluation.log_ratio
-        baselines = None
-        if norms is not None and isinstance(self.advantage, OPOB):
-            baselines = self._baselines(evaluation, norms, torch.arange(len(rows), device=rows.device))
-        num_clipped = 0
-        if not isinstance(self.objective, Reinforce):
-            reference = evaluation.log_weights[:, None] if self.objective.trajectory_level else log_ratio
-            num_clipped = int(((omega.double().log() < reference.double() - 1e-5) & mask).sum())
+    def _stats(self, formed: Formed, reference_kl_sum: float | None) -> MicroBatchStats:
+        scored = formed.scored
+        mask, log_ratio = scored.batch.loss_mask, scored.log_ratio
+        num_clipped, weight_sum, removed_sum = self.method.clipping(scored, formed.omega)
         return MicroBatchStats(
-            rows=rows,
-            log_weights_B=evaluation.log_weights,
-            lengths=evaluation.lengths,
-            advantages=advantages,
-            baselines=baselines,
-            score_norms_squared=norms,
-            loss=loss,
-            num_tokens=int(evaluation.lengths.sum()),
+            rows=scored.rows,
+            log_weights_B=scored.log_weights,
+            lengths=scored.lengths,
+            advantages=formed.advantages,
+            baselines=formed.baselines,
+            score_norms_squared=formed.norms,
+            loss=formed.loss,
+            num_tokens=int(scored.lengths.sum()),
             num_clipped=num_clipped,
             log_ratio_sum=float(log_ratio.sum(dtype=torch.float64)),
             k3_sum=float(k3_sum(log_ratio, mask)),
-            entropy_sum=float(evaluation.entropy.masked_fill(~mask, 0.0).sum(dtype=torch.float64)),
+            entropy_sum=float(scored.entropy.masked_fill(~mask, 0.0).sum(dtype=torch.float64)),
+            reference_kl_sum=reference_kl_sum,
+            weight_sum=weight_sum,
+            removed_sum=removed_sum,
+            mismatch=Mismatch.of(log_ratio, mask, scored.batch.token_versions),
         )
-
-
-def _select(batch: MicroBatch, rows: Tensor) -> MicroBatch:
-    """The given trajectories (at least one) of a micro-batch, without padding that none of them needs."""
-    width = int(batch.attention_mask[rows].sum(-1).max())
-    return replace(
-        batch,
-        input_ids=batch.input_ids[rows, :width],
-        attention_mask=batch.attention_mask[rows, :width],
-        loss_mask=batch.loss_mask[rows, :width],
-        behavior_logprobs=batch.behavior_logprobs[rows, :width],
-        token_versions=batch.token_versions[rows, :width],
-        rewards=batch.rewards[rows],
-        group_index=batch.group_index[rows],
-        logprobs=None if batch.logprobs is None else batch.logprobs[rows, :width],
-    )
-
-
-def _evaluate(whole: MicroBatch, rows: Tensor, batch: MicroBatch, scored: TokenLogprobs) -> _Evaluation:
-    logprobs = scored.logprobs.detach()
-    log_ratio = log_ratios(logprobs, batch.behavior_logprobs, batch.loss_mask)
-    return _Evaluation(
-        whole=whole,
-        rows=rows,
-        batch=batch,
-        logprobs=logprobs,
-        entropy=scored.entropy,
-        log_ratio=log_ratio,
-        log_weights=sequence_log_weights(log_ratio, batch.loss_mask),
-        lengths=batch.loss_mask.sum(-1),
-    )
-
-
-def _per_trajectory_weight(omega: Tensor, loss_mask: Tensor) -> Tensor:
-    """[N]: a trajectory-level omega, read at the first trained token."""
-    return omega.gather(1, loss_mask.int().argmax(-1, keepdim=True)).squeeze(-1).double()
-
-
-def _loss(evaluation: _Evaluation, factors: Tensor) -> float:
-    sums = evaluation.logprobs.double().masked_fill(~evaluation.batch.loss_mask, 0.0).sum(-1)
-    return -float((factors * sums).sum())
-
-
-def _backward_score(
-    model: nn.Module, batch: MicroBatch, row: int, parameters: list[nn.Parameter], backward: Callable[[Tensor], None]
-) -> Tensor:
-    """Leave the score of one trajectory in `.grad`; returns its squared norm."""
-    for parameter in parameters:
-        parameter.grad = None
-    single = _select(batch, torch.tensor([row], device=batch.input_ids.device))
-    logprobs = token_logprobs(model, single).logprobs
-    backward(logprobs.masked_fill(~single.loss_mask, 0.0).sum())
-    return torch.stack([p.grad.double().square().sum() for p in parameters if p.grad is not None]).sum()
-
-
-def _no_stats(rows: Tensor, rewards: Tensor) -> MicroBatchStats:
-    """The statistics of a micro-batch without trained tokens."""
-    empty = rewards.new_zeros(0)
-    return MicroBatchStats(
-        rows=rows,
-        log_weights_B=empty,
-        lengths=rows,
-        advantages=empty,
-        baselines=None,
-        score_norms_squared=None,
-        loss=0.0,
-        num_tokens=0,
-        num_clipped=0,
-        log_ratio_sum=0.0,
-        k3_sum=0.0,
-        entropy_sum=0.0,
-    )

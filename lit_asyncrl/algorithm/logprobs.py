@@ -23,7 +23,7 @@ class TokenLogprobs(NamedTuple):
 
     Attributes:
         logprobs: nats, float32 (float64 for a float64 model), with gradient.
-        entropy: nats, of the distribution that the token was drawn from; detached.
+        entropy: nats, of the distribution that the token was drawn from; detached unless its gradient is asked for.
         energy: squared norm of the gradient of the log-prob with respect to the (tempered) logits,
             1 - 2 p(token) + sum_v p(v)^2; detached; None unless asked for.
     """
@@ -34,7 +34,12 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    model: nn.Module, micro_batch: MicroBatch, *, need_energy: bool = False, share_prefix: bool = True
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    *,
+    need_energy: bool = False,
+    share_prefix: bool = True,
+    entropy_gradient: bool = False,
 ) -> TokenLogprobs:
     """Score the tokens of a micro-batch under `model`.
 
@@ -47,6 +52,7 @@ def token_logprobs(
         micro_batch: see `MicroBatch`; tokens with `loss_mask` or a version of at least 0 are scored, token 0 never.
         need_energy: whether to compute `energy`.
         share_prefix: False: one row per trajectory, for callers that look into the model.
+        entropy_gradient: whether `entropy` carries a gradient.
     """
     layout = cheapest_layout(model, micro_batch) if share_prefix else plain_layout(micro_batch)
     needed = (micro_batch.loss_mask | (micro_batch.token_versions >= 0)) & micro_batch.attention_mask
@@ -66,6 +72,9 @@ def token_logprobs(
     temperature = micro_batch.temperature or 1.0
     logprobs, entropy, energy = _RowLogprobs.apply(logits, flat_rows, targets, temperature, need_energy)
 
+    if not entropy_gradient:
+        entropy = entropy.detach()
+
     def scatter(values: Tensor) -> Tensor:
         return values.new_zeros(needed.shape).index_put((rows, tokens + 1), values)
 
@@ -73,7 +82,7 @@ def token_logprobs(
 
 
 class _RowLogprobs(torch.autograd.Function):
-    """Log-prob of one target per chosen row of logits, a row possibly several times; saves the logits and one number each."""
+    """Log-prob of one target per chosen row of logits, a row possibly several times; saves the logits and two numbers each."""
 
     @staticmethod
     def forward(
@@ -92,21 +101,31 @@ class _RowLogprobs(torch.autograd.Function):
             entropy[chunk] = normalizer[chunk] - torch.where(probs > 0, probs * scores, 0.0).sum(-1)
             if need_energy:
                 energy[chunk] = 1.0 - 2.0 * logprobs[chunk].exp() + probs.square_().sum(-1)
-        ctx.save_for_backward(logits, rows, targets, normalizer)
+        ctx.save_for_backward(logits, rows, targets, normalizer, entropy)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy, energy)
+        ctx.mark_non_differentiable(energy)
+        ctx.set_materialize_grads(False)  # an unused output has None
         return logprobs, entropy, energy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, rows, targets, normalizer = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+        logits, rows, targets, normalizer, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy, _ = grads
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(normalizer)
         flat = logits.flatten(0, 1)
         result = torch.zeros_like(flat)
         for chunk in _chunks(rows.numel(), logits.shape[-1]):
-            scores = flat[rows[chunk]].to(normalizer.dtype).div_(ctx.temperature)
-            weight = grads[0][chunk, None] / ctx.temperature
-            # d log p(target) / d logits = (onehot(target) - softmax) / temperature
-            row_grads = scores.sub_(normalizer[chunk, None]).exp_().mul_(-weight)
+            scores = flat[rows[chunk]].to(normalizer.dtype).div_(ctx.temperature).sub_(normalizer[chunk, None])
+            weight = of_logprobs[chunk, None] / ctx.temperature
+            # d log p(target) / d logits = (onehot(target) - p) / temperature
+            if of_entropy is None:
+                row_grads = scores.exp_().mul_(-weight)
+            else:
+                # d entropy / d logits = -p (log p + entropy) / temperature; 0 * -inf of a token that cannot occur is 0.
+                slope = (scores + entropy[chunk, None]).mul_(of_entropy[chunk, None] / ctx.temperature).add_(weight)
+                probs = scores.exp_()
+                row_grads = torch.where(probs > 0, probs * slope, 0.0).neg_()
             row_grads.scatter_add_(-1, targets[chunk, None], weight)
             result.index_add_(0, rows[chunk], row_grads.to(result.dtype))
         return result.view_as(logits), None, None, None, None

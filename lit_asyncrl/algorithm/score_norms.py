@@ -15,12 +15,12 @@ the trajectories' log-probs, without a second backward:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lit_asyncrl.algorithm.score_records import Product, norm_weight_gradients, over_tokens, squared_norms
 from lit_asyncrl.errors import ConfigurationError
 
 _REMEDY = "Set model.advantage.init_args.score_norm to per_trajectory (any model, slower) or logit_proxy (approximate)."
@@ -47,9 +47,9 @@ def check_supported(model: nn.Module) -> None:
             f"model.advantage.init_args.score_norm must suit the model, got 'batched' for a model with {what}. {_REMEDY}"
         )
 
-    if hasattr(model, "_orig_mod"):
-        raise refuse("torch.compile")
     for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise refuse("torch.compile")
         if getattr(module, "gradient_checkpointing", False):
             raise refuse("gradient checkpointing")
         trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
@@ -57,57 +57,6 @@ def check_supported(model: nn.Module) -> None:
             raise refuse("sharded parameters")
         if trainable and _recorder_of(module) is None:
             raise refuse(f"the layer {name or 'at its root'!r} of type {type(module).__name__}")
-
-
-@dataclass
-class _Product:
-    """One use of a matrix: per trajectory b its gradient is sum_t rows[b, t] (outer) columns[b, t].
-
-    `rows` is [B, T, R], or [B, T] integers that stand for one-hot rows (an embedding's ids); `columns` is [B, T, C].
-    """
-
-    rows: Tensor
-    columns: Tensor
-
-    @property
-    def is_lookup(self) -> bool:
-        return not self.rows.is_floating_point()
-
-    def gradients(self, shape: torch.Size) -> Tensor:
-        """The trajectories' gradients [B, R, C]; `shape` is (R, C)."""
-        if not self.is_lookup:
-            return self.rows.transpose(1, 2) @ self.columns
-        batch_size = len(self.rows)
-        offsets = torch.arange(batch_size, device=self.rows.device)[:, None] * shape[0]
-        flat = self.columns.new_zeros(batch_size * shape[0], shape[1])
-        return flat.index_add_(0, (self.rows + offsets).flatten(), self.columns.flatten(0, 1)).view(batch_size, *shape)
-
-    def add_weighted_to(self, total: Tensor, weights: Tensor) -> None:
-        """Add sum_b weights[b] * gradient_b to `total` [R, C]."""
-        rows, columns = self.rows, self.columns
-        if not self.is_lookup and rows.shape[-1] < columns.shape[-1]:
-            rows = rows * weights[:, None, None]
-        else:
-            columns = columns * weights[:, None, None]
-        if self.is_lookup:
-            total.index_add_(0, rows.flatten(), columns.flatten(0, 1))
-        else:
-            total.addmm_(rows.flatten(0, 1).T, columns.flatten(0, 1))
-
-
-def _inner(first: _Product, second: _Product) -> Tensor:
-    """Inner products [B] of two uses' gradients, through [T, T'] Gram matrices."""
-    if first.is_lookup and second.is_lookup:
-        rows = (first.rows[:, :, None] == second.rows[:, None, :]).to(first.columns.dtype)
-    elif first.is_lookup:  # <onehot(id_t), rows_t'> = rows_t'[id_t]
-        num_tokens = second.rows.shape[1]
-        rows = second.rows.gather(2, first.rows[:, None, :].expand(-1, num_tokens, -1)).transpose(1, 2)
-    elif second.is_lookup:
-        return _inner(second, first)
-    else:
-        rows = first.rows @ second.rows.transpose(1, 2)
-    columns = first.columns @ second.columns.transpose(1, 2)
-    return torch.linalg.vecdot(rows.flatten(1), columns.flatten(1)).double()
 
 
 class BatchedScores:
@@ -130,7 +79,7 @@ class BatchedScores:
         self._batch_size = batch_size
         self._calls: list[tuple[nn.Module, Tensor, Tensor]] = []
         self._handles: list[Any] = []
-        self._products: dict[nn.Parameter, list[_Product]] = {}
+        self._products: dict[nn.Parameter, list[Product]] = {}
         self._vectors: dict[nn.Parameter, Tensor] = {}
 
     def __enter__(self) -> BatchedScores:
@@ -190,8 +139,7 @@ class BatchedScores:
         device = next(self._model.parameters()).device
         total = torch.zeros(self._batch_size, dtype=torch.float64, device=device)
         with torch.autocast(device.type, enabled=False):
-            for products in self._products.values():
-                total += _norms_squared(products)
+            total += squared_norms(self._products.values())
             for vector in self._vectors.values():
                 total += torch.linalg.vector_norm(vector, dim=-1).double().square()
         return total
@@ -204,7 +152,7 @@ class BatchedScores:
                 weights = coefficients.to(products[0].columns.dtype)
                 total = products[0].columns.new_zeros(parameter.shape)
                 for product in products:
-                    product.add_weighted_to(total, weights)
+                    product.weighted_sum(weights, total)
                 _add_gradient(parameter, total)
             for parameter, vector in self._vectors.items():
                 _add_gradient(parameter, (coefficients.to(vector.dtype) @ vector).view(parameter.shape))
@@ -212,24 +160,12 @@ class BatchedScores:
     def add_product(self, parameter: nn.Parameter, rows: Tensor, columns: Tensor) -> None:
         """Keep one use of a matrix."""
         if parameter.requires_grad:
-            self._products.setdefault(parameter, []).append(_Product(rows, columns))
+            self._products.setdefault(parameter, []).append(Product(rows, columns))
 
-    def add_vector(self, parameter: nn.Parameter, gradients: Tensor, factor: Tensor | None = None) -> None:
-        """Keep one use of a vector: per-token gradients [B, ..., n] (n the vector's length), times `factor` [n]."""
+    def add_vector(self, parameter: nn.Parameter, gradients: Tensor) -> None:
+        """Keep one use of a vector: the trajectories' gradients [B, n]."""
         if parameter.requires_grad:
-            summed = gradients.flatten(1, -2).sum(1)
-            summed = summed if factor is None else summed * factor
-            self._vectors[parameter] = self._vectors[parameter] + summed if parameter in self._vectors else summed
-
-
-def _norms_squared(products: list[_Product]) -> Tensor:
-    """Squared norms [B] of one matrix's gradients, through Gram matrices."""
-    total = sum(_inner(product, product) for product in products)
-    for i, first in enumerate(products):
-        for second in products[i + 1 :]:
-            total = total + 2.0 * _inner(first, second)
-    assert isinstance(total, Tensor)
-    return total
+            self._vectors[parameter] = self._vectors[parameter] + gradients if parameter in self._vectors else gradients
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -255,7 +191,7 @@ def _recorder_of(module: nn.Module) -> _Recorder | None:
 def _record_linear(scores: BatchedScores, module: Any, inputs: Tensor, output: Tensor, gradient: Tensor) -> None:
     scores.add_product(module.weight, gradient.flatten(1, -2), inputs.to(gradient.dtype).flatten(1, -2))
     if module.bias is not None:
-        scores.add_vector(module.bias, gradient)
+        scores.add_vector(module.bias, over_tokens(gradient))
 
 
 def _record_embedding(scores: BatchedScores, module: Any, ids: Tensor, output: Tensor, gradient: Tensor) -> None:
@@ -265,19 +201,6 @@ def _record_embedding(scores: BatchedScores, module: Any, ids: Tensor, output: T
 
 
 def _record_norm(scores: BatchedScores, module: Any, inputs: Tensor, output: Tensor, gradient: Tensor) -> None:
-    # output = normalized * factor + bias, where the factor is the weight, or 1 + weight in Gemma's kind.
-    blank = {name: torch.zeros_like(p) for name, p in module.named_parameters(recurse=False)}
-    sample = torch.ones_like(inputs.reshape(-1, inputs.shape[-1])[:1])
-    sample[..., 0] = -1.0
-    factor = module.weight + 1.0 if torch.func.functional_call(module, blank, (sample,)).any() else module.weight
-    bias = getattr(module, "bias", None)
-    if bias is not None:
-        scores.add_vector(bias, gradient)
-        output = output - bias
-    if factor.all():
-        # One product per token and one quotient per trajectory, instead of normalizing again.
-        scores.add_vector(module.weight, gradient * output.to(gradient.dtype), 1.0 / factor.to(gradient.dtype))
-    else:
-        blank["weight"] = blank["weight"] + 1.0 - (factor - module.weight)
-        normalized = torch.func.functional_call(module, blank, (inputs,))
-        scores.add_vector(module.weight, gradient * normalized.to(gradient.dtype))
+    scores.add_vector(module.weight, norm_weight_gradients(module, inputs, output, gradient))
+    if getattr(module, "bias", None) is not None:
+        scores.add_vector(module.bias, over_tokens(gradient))

@@ -116,6 +116,23 @@ def percentile_scores(forgetting: Tensor) -> Tensor:
     return scores
 
 
+def absolute_scores(forgetting: Tensor) -> Tensor:
+    """How much of each member's prefix was forgotten, whatever the others: 1 - exp(-max(forgetting, 0)).
+
+    With the `signed` forgetting that is one minus the geometric mean of the prefix tokens' probability ratios, where those fell.
+
+    Args:
+        forgetting: [N] nats, NaN for a member without prefix.
+
+    Returns:
+        [N] float64 in [0, 1); 0 without prefix and where nothing was forgotten, so that a fresh pool loses no interrupted
+        response to its rank alone.
+
+    Source: ours, as an alternative to PACE's percentile.
+    """
+    return -torch.expm1(-forgetting.double().nan_to_num(0.0).clamp(min=0.0))
+
+
 def effective_staleness(waiting: Tensor, generation: Tensor, percentile: Tensor, gamma: float = 4.0) -> Tensor:
     """Waiting staleness in full, generation staleness as far as the prefix was forgotten: WS + percentile^gamma * GS.
 

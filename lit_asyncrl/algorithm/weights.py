@@ -6,9 +6,13 @@ Everything stays in log space as long as it can: a log-weight of 700 is an ordin
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+RatioKind = Literal["one", "token", "product", "geometric_mean"]
+"""What a weight is a function of: nothing, a token's ratio, or the product or geometric mean of a trajectory's ratios."""
 
 MAX_LOG_WEIGHT = 20.0
 """Log-weights are clamped to +-20 before exp where a gradient is weighted, so that no coefficient overflows float32."""
@@ -38,6 +42,29 @@ def sequence_log_weights(log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
         [B] nats.
     """
     return log_ratio.masked_fill(~loss_mask, 0.0).sum(-1)
+
+
+def geometric_log_ratios(log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
+    """Mean log-ratio of each trajectory's trained tokens, [B] nats; 0 without any. Arguments as in `sequence_log_weights`."""
+    return sequence_log_weights(log_ratio, loss_mask) / loss_mask.sum(-1).clamp(min=1)
+
+
+def bounded_exp(log_weights: Tensor) -> Tensor:
+    """exp of log-weights clamped to +-MAX_LOG_WEIGHT."""
+    return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+
+
+def full_log_weights(kind: RatioKind, log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
+    """Log of the weight that a kind of ratio gives before truncation, masking or clipping, [B, T] or [B, 1] nats.
+
+    Arguments as in `sequence_log_weights`.
+    """
+    if kind == "one":
+        return torch.zeros_like(log_ratio)
+    if kind == "token":
+        return log_ratio
+    of_sequence = sequence_log_weights if kind == "product" else geometric_log_ratios
+    return of_sequence(log_ratio, loss_mask)[:, None]
 
 
 def effective_sample_size(log_weights: Tensor, max_weight: float | None = None) -> tuple[Tensor, Tensor]:

@@ -325,12 +325,7 @@ def check_settings(rollout: AsyncRollout, trainer: Trainer, module: PolicyModule
             f"data.max_policy_age must be at least publish_lag, got {data.max_policy_age} and {rollout.publish_lag} "
             "(no group could ever be young enough). Raise max_policy_age or set it to null."
         )
-    advantage = module.estimator.advantage
-    if data.group_size < advantage.min_group_size:
-        problems.append(
-            f"data.group_size must be at least {advantage.min_group_size} with {type(advantage).__name__}, got {data.group_size} "
-            "(the baseline of one response is its own reward: every advantage would be 0). Raise group_size."
-        )
+    problems += module.contradictions(data)
     if trainer.world_size > 1:
         problems.append(
             f"trainer.devices times trainer.num_nodes must be 1, got {trainer.world_size} processes (groups, weights and "

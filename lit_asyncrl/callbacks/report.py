@@ -22,6 +22,7 @@ from lit_asyncrl.callbacks.async_rollout import AsyncRollout
 from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.evaluation import EvaluationResult
 from lit_asyncrl.module import PolicyModule
+from lit_asyncrl.pool.ledger import LedgerRow, format_table, totals
 from lit_asyncrl.pool.pool import BATCH_WAITER
 from lit_asyncrl.types import TrainBatch
 
@@ -48,6 +49,7 @@ class RunReport(Callback):
         self._age_sum = self._age_max = self._tokens = 0.0
         self._mixed_sum = self._trajectories = self._ess_sum = 0.0
         self._evaluations: list[dict[str, float]] = []
+        self._rows: list[LedgerRow] = []
         self._last_at = time.monotonic()
         self._generated_before = 0
 
@@ -122,9 +124,10 @@ class RunReport(Callback):
 
     def _log_histograms(self, trainer: Trainer, module: PolicyModule, batch: TrainBatch, step: int) -> None:
         assert module.step is not None
+        completed = self._rollout.data.pool.completed_staleness()
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                histograms = {**batch.histograms, "weights/sequence_log_weight": module.step.log_weights.cpu()}
+                histograms = {**batch.histograms, **completed, "weights/sequence_log_weight": module.step.log_weights.cpu()}
                 for name, values in histograms.items():
                     if values.numel():  # nothing is trained in a skipped update
                         logger.experiment.add_histogram(name, values, step)
@@ -169,14 +172,26 @@ class RunReport(Callback):
             path = Path(folder)
             path.mkdir(parents=True, exist_ok=True)
             (path / self.summary_name).write_text(json.dumps(self.summary, indent=2) + "\n", encoding="utf-8")
-        self._print(folder)
+        table = format_table(self._rows)
+        self._log_ledger(trainer, table)
+        self._print(folder, table)
+
+    def _log_ledger(self, trainer: Trainer, table: str) -> None:
+        """The closing table as scalars and as text."""
+        scalars = {f"ledger/{row.name}/{kind}": float(getattr(row, kind)) for row in self._rows for kind in ("prompts", "tokens")}
+        for logger in trainer.loggers:
+            logger.log_metrics({name.replace(": ", "/").replace(" ", "_"): v for name, v in scalars.items()}, trainer.global_step)
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("ledger", "```\n" + table + "\n```", trainer.global_step)
 
     def _summarize(self, trainer: Trainer, module: PolicyModule) -> dict[str, Any]:
         rollout = self._rollout
         data, pool = rollout.data, rollout.data.pool
         wall = max(rollout.train_s, 1e-9)
-        ledger = pool.ledger.totals()  # before the counter below, which must not be behind it
-        generated = rollout.engine.generated_tokens
+        with rollout.worker.frozen():  # no response arrives meanwhile: both are of one instant
+            unfinished = rollout.worker.unfinished_tokens
+            self._rows = pool.ledger.rows(unfinished)
+            generated = rollout.worker.collected_tokens + unfinished
         updates = max(self._updates, 1)
         wait_trainer = data.supervisor.waited_s(BATCH_WAITER) / wall
         wait_engine = rollout.worker.idle_s / wall
@@ -204,13 +219,14 @@ class RunReport(Callback):
             "rejected_share": pool.groups_rejected / max(pool.ledger.num_dispatched, 1),
             "bound": bound_of(wait_trainer, wait_engine, pool.groups_rejected / max(pool.ledger.num_dispatched, 1)),
             "memory_mib": _memory_mib(),
-            "ledger": ledger,
+            "ledger": totals(self._rows),
+            "bias": pool.ledger.bias.means(),
             "stopped_by": data.supervisor.stop_reason,
             "seed": data.run_seed,
             "config_path": _config_path(trainer),
         }
 
-    def _print(self, folder: str | None) -> None:
+    def _print(self, folder: str | None, ledger: str) -> None:
         summary = self.summary
         table = Table(title="lit-asyncrl: the run", show_header=False)
         for key in (
@@ -234,7 +250,7 @@ class RunReport(Callback):
         table.add_row("hint", summary["bound"])
         console = Console()
         console.print(table)
-        console.print(self._rollout.data.pool.ledger.table())
+        console.print(ledger)
         if folder is not None:
             console.print(f"summary: {Path(folder) / self.summary_name}", soft_wrap=True)
 

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from lit_asyncrl.errors import ConfigurationError, EngineError
 from lit_asyncrl.generation.hf_core import EngineCounters, EngineSettings
 from lit_asyncrl.generation.hf_inline import InlineBackend
 from lit_asyncrl.generation.hf_process import ProcessBackend
+from lit_asyncrl.generation.requests import check_request
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.policy import Dtype, resolve_policy_path
-from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors
+from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, InFlight, NamedTensors, PrefixCache
+
+Mode = Literal["process", "inline"]
 
 
 class HFEngine(GenerationEngine):
-    """Continuous-slot decoding of a transformers model; weights arrive in flight between two decode steps.
+    """Continuous-slot decoding of a transformers model; weights arrive between two decode steps.
+
+    What holds for a response that is in flight at an update from version v to w (both purposes, both modes). Its tokens up to
+    then stay, with their log-probs and version v; its remaining budget and the rest of its random stream too. Every token's
+    `behavior_logprobs` is that at sampling, with the cache the token was sampled with. And by `in_flight`:
+
+    * `keep`: decoding goes on at once, with version w on each further token. These are sampled by weights w reading keys and
+      values that weights v computed (those of the last token sampled before the update are already of w). No single version's
+      forward gives their log-probs: numeric ratios differ from 1 by that mixture even at age 0. The cheapest.
+    * `restart`: before its next token the whole cache of the response is computed again by weights w. Further tokens carry w,
+      and their log-probs equal, up to rounding, a plain forward of w over prompt and response, old tokens included. Costs one
+      prefill of every live response per update (128 of a 0.8M model on one core: the time of 8 to 15 decode steps), counted in
+      `busy_s`, not in `pause_s`; a paused response pays when it goes on, and only if the version is then another than it had.
+    * `wait`: live responses end under v, evaluation before training, then w is loaded; requests not begun by then wait, those
+      for evaluation too. Every response has one version. Slots run empty meanwhile, so an update takes as long as the longest
+      response: `finish_update`'s timeout must allow for it. Paused responses cannot end and are not waited for: `pause()`, before
+      or after the update began, never blocks it. One that is resumed under another version than it stopped with goes on as
+      under `restart`; it alone can hold two versions.
+
+    `prefix_cache` speaks of prompts computed ahead for requests that wait for a slot (and shared by equal prompts):
+
+    * `salt`: only states computed under the present version are used. A response begun after an update holds nothing older.
+    * `reset`: the same here: states of one version are held at a time, and the first use after an update drops them.
+    * `keep`: they are used after an update too. A response begun then reads a prompt that older weights computed (all but its
+      last token), mixing versions as `in_flight: keep` does, also with `wait` and `restart` (the next restart recomputes it).
 
     Args:
         mode: `process` decodes while the trainer trains; `inline` decodes in the trainer's process, inside `completions`.
@@ -26,6 +53,8 @@ class HFEngine(GenerationEngine):
         attn_implementation: of the served model.
         start_timeout_s: longest time to load the model.
         trust_remote_code: whether code in the model's folder may run.
+        in_flight: what becomes of responses in flight at an update; see above.
+        prefix_cache: what becomes of prompts computed before an update; see above.
 
     Example:
         >>> engine = HFEngine(mode="inline", num_slots=16)
@@ -35,7 +64,7 @@ class HFEngine(GenerationEngine):
 
     def __init__(
         self,
-        mode: Literal["process", "inline"] = "process",
+        mode: Mode = "process",
         num_slots: int = 128,
         num_threads: int = 1,
         device: str = "cpu",
@@ -43,12 +72,20 @@ class HFEngine(GenerationEngine):
         attn_implementation: Literal["sdpa", "eager"] = "sdpa",
         start_timeout_s: float = 120.0,
         trust_remote_code: bool = False,
+        in_flight: InFlight = "keep",
+        prefix_cache: PrefixCache = "salt",
     ) -> None:
         for name, value in (("num_slots", num_slots), ("num_threads", num_threads), ("start_timeout_s", start_timeout_s)):
             if not value > 0:
                 raise ConfigurationError(f"engine.{name} must be positive, got {value}.")
-        if mode not in ("process", "inline"):
-            raise ConfigurationError(f"engine.mode must be 'process' or 'inline', got {mode!r}.")
+        choices: tuple[tuple[str, object, Any], ...] = (
+            ("mode", mode, Mode),
+            ("in_flight", in_flight, InFlight),
+            ("prefix_cache", prefix_cache, PrefixCache),
+        )
+        for name, choice, allowed in choices:
+            if choice not in get_args(allowed):
+                raise ConfigurationError(f"engine.{name} must be one of {', '.join(get_args(allowed))}, got {choice!r}.")
         self.mode = mode
         self.num_slots = num_slots
         self._num_threads = num_threads
@@ -58,6 +95,8 @@ class HFEngine(GenerationEngine):
         self._attn_implementation = attn_implementation
         self._start_timeout_s = start_timeout_s
         self._trust_remote_code = trust_remote_code
+        self._in_flight: InFlight = in_flight
+        self._prefix_cache: PrefixCache = prefix_cache
         self._backend: InlineBackend | ProcessBackend | None = None
         self._final_counters = EngineCounters()
         self._has_weights = False
@@ -79,6 +118,8 @@ class HFEngine(GenerationEngine):
             dtype=self._dtype,
             attn_implementation=self._attn_implementation,
             trust_remote_code=self._trust_remote_code,
+            in_flight=self._in_flight,
+            prefix_cache=self._prefix_cache,
         )
         self._has_weights = False
         self._backend = InlineBackend(settings) if self.mode == "inline" else ProcessBackend(settings, self._start_timeout_s)
@@ -92,7 +133,7 @@ class HFEngine(GenerationEngine):
         backend = self._running()
         assert self._has_weights, "submit before the first begin_update"
         for request in requests:
-            _check_request(request, backend.max_model_len)
+            check_request(request, backend.max_model_len)
         backend.submit(requests)
 
     def completions(self, timeout_s: float) -> list[Completion]:
@@ -157,27 +198,3 @@ class HFEngine(GenerationEngine):
         if backend is None:
             raise EngineError("The generation engine is not running. Call start() first.")
         return backend
-
-
-def _check_request(request: GenerationRequest, max_model_len: int) -> None:
-    sampling = request.sampling
-    if request.purpose == "train" and sampling.is_restricted:
-        raise ConfigurationError(
-            f"top_p, top_k and min_p must be 1, 0 and 0 in training, got {sampling.top_p}, {sampling.top_k} and "
-            f"{sampling.min_p} (request {request.request_id}). A cut distribution is not the one whose log-probs the trainer "
-            "computes, so every ratio would be biased: restrict evaluation only."
-        )
-    if not request.prompt_ids:
-        raise ConfigurationError(f"prompt_ids must hold at least one id, got none (request {request.request_id}).")
-    if sampling.max_new_tokens < 1:
-        raise ConfigurationError(
-            f"max_new_tokens must be at least 1, got {sampling.max_new_tokens} (request {request.request_id})."
-        )
-    if not sampling.temperature >= 0:
-        raise ConfigurationError(f"temperature must be at least 0, got {sampling.temperature} (request {request.request_id}).")
-    needed = len(request.prompt_ids) + sampling.max_new_tokens
-    if needed > max_model_len:
-        raise ConfigurationError(
-            f"Prompt and max_new_tokens together must fit into max_model_len = {max_model_len}, got {len(request.prompt_ids)} + "
-            f"{sampling.max_new_tokens} (request {request.request_id}). Shorten the prompt or max_new_tokens."
-        )

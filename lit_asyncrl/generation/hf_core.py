@@ -1,7 +1,8 @@
 """The embedded engine without its surroundings: one model, a decoder for training and one for evaluation, weights, probe.
 
 Runs in the engine's process (`hf_worker.py`) or in the caller's (`hf_inline.py`). Not thread-safe. While evaluation requests
-exist only they are decoded; training responses keep their rows and cache.
+exist only they are decoded; training responses keep their rows and cache. An update has two halves, since `in_flight: wait`
+puts decode steps between them: `begin_update` takes the weights, `try_update` loads them when their time has come.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lit_asyncrl import policy
 from lit_asyncrl.errors import ConfigurationError, WeightSyncError
 from lit_asyncrl.generation import slot_attention
 from lit_asyncrl.generation.hf_decoder import SlotDecoder
-from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
+from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, InFlight, NamedTensors, PrefixCache, Purpose
 
 PURPOSES: tuple[Purpose, Purpose] = ("train", "evaluation")
 
@@ -32,6 +33,7 @@ class EngineSettings:
         num_threads: torch threads of the engine's process.
         device: torch device of the served model.
         dtype, attn_implementation, trust_remote_code: as in `policy.load_model`.
+        in_flight, prefix_cache: as in `HFEngine`.
     """
 
     policy_path: str
@@ -44,6 +46,8 @@ class EngineSettings:
     dtype: policy.Dtype
     attn_implementation: Literal["sdpa", "eager"]
     trust_remote_code: bool
+    in_flight: InFlight
+    prefix_cache: PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class EngineCore:
         self.version = -1
         self.busy_s = 0.0
         self._paused = False
+        self._waits = settings.in_flight == "wait"
+        self._pending: tuple[int, NamedTensors] | None = None
         loaded: Any = policy.load_model(
             settings.policy_path,
             dtype=settings.dtype,
@@ -85,6 +91,9 @@ class EngineCore:
                 num_slots=settings.num_slots,
                 eos_token_ids=settings.eos_token_ids,
                 max_model_len=self.max_model_len,
+                # With `wait` only paused responses are live when the weights change.
+                recomputes=settings.in_flight != "keep",
+                mixes_prefixes=settings.prefix_cache == "keep",
             )
             for purpose in PURPOSES
         }
@@ -98,6 +107,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` would decode anything."""
         return self._next_purpose() is not None
+
+    @property
+    def pending_version(self) -> int | None:
+        """Version taken by `begin_update` and not loaded yet."""
+        return None if self._pending is None else self._pending[0]
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, each with the decoder of its purpose."""
@@ -117,25 +131,48 @@ class EngineCore:
         self.busy_s += time.perf_counter() - started
         return purpose, finished
 
-    @torch.inference_mode()
-    def load(self, version: int, weights: NamedTensors) -> DeliveryReport:
-        """Take over weights (rounded to the engine's dtype) and score the probe with them.
+    def begin_update(self, version: int, weights: NamedTensors) -> None:
+        """Note weights for `try_update`; with `wait`, no request is admitted until they are loaded.
 
         Args:
-            version: `policy_version` of the weights.
-            weights: by Hugging Face name, every parameter of the model exactly once.
+            version: `policy_version` of the weights; while requests are queued or in flight the same version must mean the same
+                weights, since it alone tells whose the cached states are.
+            weights: by Hugging Face name, every parameter of the model exactly once; must not change until loaded.
 
         Raises:
-            WeightSyncError: names or shapes differ from the model's; nothing is loaded then.
+            WeightSyncError: names or shapes differ from the model's, or the update before is not loaded; nothing changes then.
         """
-        started = time.perf_counter()
+        if self._pending is not None:
+            raise WeightSyncError(
+                f"Version {version} must follow a finished update, but version {self._pending[0]} still waits for responses."
+            )
         self._check_weights(version, weights)
+        self._pending = (version, weights)
+        self._set_admission(not self._waits)
+
+    @torch.inference_mode()
+    def try_update(self) -> DeliveryReport | None:
+        """Load the noted weights (rounded to the engine's dtype) and score the probe with them.
+
+        Returns:
+            None if nothing is noted, or with `wait` while responses that are not paused are in flight.
+        """
+        if self._pending is None or (self._waits and self.has_work):
+            return None
+        started = time.perf_counter()
+        version, weights = self._pending
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
         self.version = version
+        self._pending = None
+        self._set_admission(True)
         logits = self._model(input_ids=self._probe_ids).logits[0, :-1].float()
         logprobs = torch.log_softmax(logits, dim=-1).gather(1, self._probe_ids[0, 1:, None]).squeeze(1)
         return DeliveryReport(version, logprobs.tolist(), pause_s=time.perf_counter() - started)
+
+    def _set_admission(self, admits: bool) -> None:
+        for decoder in self._decoders.values():
+            decoder.admits = admits
 
     def _next_purpose(self) -> Purpose | None:
         if self._decoders["evaluation"].has_work:

@@ -30,16 +30,34 @@ class SlotDecoder:
         num_slots: most responses decoded at once.
         eos_token_ids: ids that end a response.
         max_model_len: most tokens of prompt and response.
+        recomputes: whether live rows get their cache anew after the weights have changed; else they keep it.
+        mixes_prefixes: whether prompts computed ahead of their slot are used after the weights have changed.
+
+    Attributes:
+        num_tokens: sampled so far.
+        admits: whether waiting requests get rows; while False, live rows finish and nothing else happens.
     """
 
-    def __init__(self, model: Any, *, num_slots: int, eos_token_ids: Sequence[int], max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_slots: int,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        recomputes: bool = False,
+        mixes_prefixes: bool = False,
+    ) -> None:
         self.num_tokens = 0
+        self.admits = True
         self._model = model
+        self._version = -1
+        self._recomputes = recomputes
         self._num_slots = num_slots
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
         self._cache = SlotCache(num_slots, max_model_len)
-        self._prefiller = Prefiller(model)
+        self._prefiller = Prefiller(model, mixes_versions=mixes_prefixes)
         self._waiting: deque[GenerationRequest] = deque()
         self._live: list[GenerationRequest | None] = []  # row -> request; None: a hole until the next step
         self._num_greedy = 0
@@ -66,7 +84,7 @@ class SlotDecoder:
     @property
     def has_work(self) -> bool:
         """Whether a step would sample anything."""
-        return bool(self._waiting) or any(request is not None for request in self._live)
+        return (self.admits and bool(self._waiting)) or any(request is not None for request in self._live)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; those submitted together are admitted in the order of their ids."""
@@ -79,6 +97,10 @@ class SlotDecoder:
         Args:
             version: `policy_version` of the model's present weights, recorded with each token.
         """
+        if version != self._version:
+            if self._recomputes:
+                self._recompute(version)
+            self._version = version
         self._admit(version)
         n = len(self._live)
         if n == 0:
@@ -96,6 +118,17 @@ class SlotDecoder:
         ended = self._is_eos[ids]
         finished = (ended | (rows["count"] >= rows["budget"])).nonzero().squeeze(1).tolist()
         return [self._finish(row, ended_by_eos=bool(ended[row])) for row in finished]
+
+    def _recompute(self, version: int) -> None:
+        """Fill the cache of every live row anew; all else of a row stays, the place in its random stream included."""
+        length, count = self._rows["length"].tolist(), self._rows["count"].tolist()
+        # Longest first: rows of like length share a forward, which pads to its longest.
+        live = sorted(
+            ((row, request) for row, request in enumerate(self._live) if request is not None), key=lambda item: -length[item[0]]
+        )
+        prefixes = [(*request.prompt_ids, *self._tokens["ids"][row, : count[row]].tolist())[:-1] for row, request in live]
+        # A prefiller of its own: nothing that was computed before is used, and nothing is left for the queue.
+        Prefiller(self._model).load(self._cache, [row for row, _ in live], prefixes, (), version)
 
     def _forward(self, rows: dict[str, Tensor]) -> Tensor:
         """Logits [n, V] float32 after each row's last token."""
@@ -144,7 +177,7 @@ class SlotDecoder:
         """Give free rows to waiting requests, lowest row first; close the holes that are left."""
         holes = [row for row, request in enumerate(self._live) if request is None]
         free = holes + list(range(len(self._live), self._num_slots))
-        rows = free[: len(self._waiting)]
+        rows = free[: len(self._waiting) if self.admits else 0]
         admitted = [self._waiting.popleft() for _ in rows]
         if admitted:
             self._live.extend([None] * (max(rows) + 1 - len(self._live)))

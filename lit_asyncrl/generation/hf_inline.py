@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from lit_asyncrl.errors import ConfigurationError, EngineError
+from lit_asyncrl.errors import ConfigurationError, EngineError, WeightSyncError
 from lit_asyncrl.generation.hf_core import PURPOSES, EngineCore, EngineCounters, EngineSettings
 from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
 
@@ -25,6 +25,7 @@ class InlineBackend:
         self._guests_lock = threading.Lock()
         self._guests = 0  # threads that want in between two steps
         self._finished: dict[Purpose, list[Completion]] = {purpose: [] for purpose in PURPOSES}
+        self._waits = settings.in_flight == "wait"
         self._report: DeliveryReport | None = None
         self._failure: BaseException | None = None
         self._closed = False
@@ -57,20 +58,35 @@ class InlineBackend:
                     self._step()
 
     def begin_update(self, version: int, weights: NamedTensors) -> None:
-        """Load the weights at once."""
+        """Load the weights at once; with `wait`, copy them and load them when nothing is in flight."""
+        if self._waits:
+            weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         with self._between_steps():
-            self._report = self._core.load(version, weights)
+            self._core.begin_update(version, weights)
+            self._report = self._core.try_update()
 
     def finish_update(self, timeout_s: float) -> DeliveryReport:
-        """The report of `begin_update`."""
-        report, self._report = self._report, None
-        assert report is not None, "finish_update without begin_update"
-        return report
+        """The report of `begin_update`; decodes until the weights are loaded. After a timeout it may be called again."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._between_steps():
+                report, self._report = self._report, None
+                if report is not None:
+                    return report
+                version = self._core.pending_version
+                assert version is not None, "finish_update without begin_update"
+                if time.monotonic() >= deadline:
+                    raise WeightSyncError(
+                        f"The generation engine must load version {version} within {timeout_s:.1f} s, and still waits for "
+                        "responses (in_flight: wait). Allow for the longest one."
+                    )
+                self._step()
 
     def set_paused(self, paused: bool) -> None:
         """Let training responses stand still, or go on."""
         with self._between_steps():
             self._core.set_paused(paused)
+            self._update_if_due()
 
     def stop(self) -> None:
         """End waiting calls with an `EngineError`."""
@@ -80,12 +96,18 @@ class InlineBackend:
     def _step(self) -> None:
         try:
             purpose, finished = self._core.step()
+            self._update_if_due()
         except BaseException as error:
             self._failure = error
             raise
         if finished:
             self._finished[purpose].extend(finished)
             self._changed.notify_all()
+
+    def _update_if_due(self) -> None:
+        report = self._core.try_update()
+        if report is not None:
+            self._report = report
 
     def _raise_if_dead(self) -> None:
         if self._failure is not None:
@@ -101,7 +123,9 @@ class InlineBackend:
         with self._changed:
             with self._guests_lock:
                 self._guests -= 1
-            if check:
-                self._raise_if_dead()
-            yield
-            self._changed.notify_all()
+            try:
+                if check:
+                    self._raise_if_dead()
+                yield
+            finally:
+                self._changed.notify_all()

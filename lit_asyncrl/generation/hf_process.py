@@ -96,7 +96,7 @@ class ProcessBackend:
         if not self._wait(lambda: self._answer is not None, timeout_s):
             raise WeightSyncError(
                 f"The generation engine must load version {version} within {timeout_s:.1f} s, and has not answered. "
-                "Is its process stopped, or a decode step longer than that?"
+                "Is its process stopped, or a decode step (with in_flight: wait, a response) longer than that?"
             )
         self._pending_version = None
         if isinstance(self._answer, str):
@@ -176,7 +176,7 @@ class ProcessBackend:
         if kind == "finished":
             self._finished[content[0]].extend(content[1])
         elif kind == "updated":
-            self._answer = content[1]
+            self._answer = content[0]
         elif kind == "paused":
             self._paused = content[0]
         else:

@@ -48,6 +48,9 @@ class Worker:
         """Serve until told to stop. Raises EOFError when the trainer is gone."""
         self._send("ready", self._core.max_model_len)
         while True:
+            report = self._core.try_update()
+            if report is not None:
+                self._send("updated", report)
             busy = self._core.has_work
             waiting_since = time.perf_counter()
             message = self._connection.receive(0.0 if busy else IDLE_POLL_S)
@@ -83,11 +86,10 @@ class Worker:
             self._shared = SharedTensors(self._memfd, *place)
         assert self._shared is not None, "an update without a layout"
         try:
-            report = self._core.load(version, self._shared.tensors)
+            # The trainer writes there again only after the answer.
+            self._core.begin_update(version, self._shared.tensors)
         except WeightSyncError as error:
-            self._send("updated", version, str(error))
-        else:
-            self._send("updated", version, report)
+            self._send("updated", str(error))
 
     def _send(self, kind: str, *content: Any) -> None:
         counters = EngineCounters(self._core.generated_tokens, self._core.busy_s, self._idle_s)

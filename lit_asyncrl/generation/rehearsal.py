@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,14 +27,8 @@ FIRST_STRENGTH, MOST_STRENGTH = 0.05, 12.8
 
 ProbeScorer = Callable[[NamedTensors], Sequence[float]]
 """Weights that replace the trainer's own -> log-probs of the probe, nats."""
-
-
-class Deliver(Protocol):
-    """Delivers weights to the engine and returns its log-probs of the probe, nats."""
-
-    def __call__(self, weights: NamedTensors) -> Sequence[float]:
-        """Raises `WeightSyncError`."""
-        ...
+Deliver = Callable[[NamedTensors], Sequence[float]]
+"""Sends weights to the engine -> its log-probs of the probe, nats; may raise `WeightSyncError`."""
 
 
 def rehearse(weights: NamedTensors, deliver: Deliver, score: ProbeScorer, *, rounds_weights: bool, max_noise: float) -> float:

@@ -15,15 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from lit_asyncrl.errors import EngineError, StopRequested
+from lit_asyncrl.generation.groups import build_group, check_completion, outcome_of
 from lit_asyncrl.interfaces import GenerationEngine, PromptStream, RewardScorer, Task, TrajectorySink
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.timing import StepTimes
-from lit_asyncrl.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+from lit_asyncrl.types import Completion, GenerationRequest, Prompt, Response, SamplingParams
 
 Truncated = Literal["train", "mask", "drop"]
 ZeroVariance = Literal["keep", "drop"]
@@ -41,6 +40,8 @@ class _PendingGroup:
     prompt: Prompt
     completions: list[Completion | None]
     missing: int = field(init=False)
+    tokens: int = 0  # of the completions that are here
+    failure: str | None = None  # why it fails once its last response is here
 
     def __post_init__(self) -> None:
         self.missing = len(self.completions)
@@ -99,7 +100,7 @@ class RolloutWorker:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._exhausted = False
+        self.collected_tokens = 0  # of finished responses, in this process
         self._idle_s = 0.0
         self._idle_since: float | None = None
 
@@ -132,7 +133,34 @@ class RolloutWorker:
     def exhausted(self) -> bool:
         """Whether the prompt source has ended and nothing is in flight."""
         with self._lock:
-            return self._exhausted and not self._pending
+            return self._prompts.ended and not self._pending
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens that the engine has reported for responses it has not finished."""
+        return max(0, self._engine.generated_tokens - self.collected_tokens)
+
+    def fail_unproved(self, policy_version: int, reason: str) -> int:
+        """The delivery of these weights could not be proved: groups in flight with a token of that version or newer fail.
+
+        They do so when their last response is here. Groups in the pool are the pool's to fail.
+
+        Args:
+            policy_version: of the weights.
+            reason: as the ledger is told.
+
+        Returns:
+            How many groups will fail.
+        """
+        with self._lock:
+            doubtful = [
+                pending
+                for pending in self._pending.values()
+                if any(max(c.token_versions, default=-1) >= policy_version for c in pending.completions if c is not None)
+            ]
+            for pending in doubtful:
+                pending.failure = reason
+        return len(doubtful)
 
     @property
     def idle_s(self) -> float:
@@ -160,9 +188,7 @@ class RolloutWorker:
                 self._send(prompts)
             if len(prompts) < admitted:
                 self._sink.release(admitted - len(prompts))
-                with self._lock:
-                    self._exhausted = True
-                return
+                self._closing.wait(POLL_S)  # the source has ended, unless a dropped prompt is sent again
 
     def _draw(self, num_prompts: int) -> list[Prompt]:
         """Take prompts from the source and make them outstanding in one step, so that no snapshot falls in between."""
@@ -201,30 +227,34 @@ class RolloutWorker:
                 f"The engine answered request {completion.request_id} (group {group_id}, sample {index}), which is not "
                 "outstanding."
             )
-        _check(completion, pending.prompt)
-        pending.completions[index] = completion
-        pending.missing -= 1
+        check_completion(completion, pending.prompt)
+        with self._lock:
+            pending.completions[index] = completion
+            pending.missing -= 1
+            pending.tokens += len(completion.token_ids)
+            self.collected_tokens += len(completion.token_ids)
+            self._sink.record(group_id, "scoring" if pending.missing == 0 else "in_flight", tokens=pending.tokens)
         if pending.missing == 0:
             self._finish(pending)
 
     def _finish(self, pending: _PendingGroup) -> None:
+        """Score a group whose responses are all here, and hand it to the pool or say why not."""
         completions = [c for c in pending.completions if c is not None]
-        prompt = pending.prompt
-        tokens = sum(len(c.token_ids) for c in completions)
-        self._sink.record(prompt.group_id, "scoring", tokens=tokens)
-        if any(c.finish_reason == "abort" for c in completions):
-            self._end(pending, "failed", tokens, "aborted member")
+        prompt, task = pending.prompt, self._tasks[pending.prompt.example.task]
+        if pending.failure is not None or any(c.finish_reason == "abort" for c in completions):
+            self._end(pending, "failed", pending.failure or "aborted member")
             return
-        task = self._tasks[prompt.example.task]
         with self.times.measure("reward"):
-            components = self._scorer.score(task, [self._decode(c.token_ids) for c in completions], prompt.example)
+            responses = [Response(self._decode(c.token_ids), len(c.token_ids)) for c in completions]
+            components = self._scorer.score(task, responses, prompt.example)
         if components is None:
-            self._end(pending, "failed", tokens, "reward")
+            self._end(pending, "failed", "reward")
             return
+        self._sink.record(prompt.group_id, "scoring", outcome=outcome_of(completions, components, task))
         if self._config.truncated == "drop":
             kept = [i for i, c in enumerate(completions) if c.finish_reason != "length"]
             if len(kept) < min(2, len(completions)):
-                self._end(pending, "dropped", tokens, "truncated")
+                self._end(pending, "dropped", "truncated")
                 return
             completions, components = [completions[i] for i in kept], [components[i] for i in kept]
         group = build_group(
@@ -236,15 +266,18 @@ class RolloutWorker:
             mask_truncated=self._config.truncated == "mask",
         )
         if self._config.zero_variance == "drop" and bool((group.rewards == group.rewards[0]).all()):
-            self._end(pending, "dropped", tokens, "zero variance")
+            self._end(pending, "dropped", "zero variance")
             return
         with self.times.measure("assemble"), self._lock:
-            self._sink.add(group)
-            self._forget(pending)
+            if pending.failure is None:
+                self._sink.add(group)
+                self._forget(pending)
+                return
+        self._end(pending, "failed", pending.failure)
 
-    def _end(self, pending: _PendingGroup, state: str, tokens: int, reason: str) -> None:
+    def _end(self, pending: _PendingGroup, state: str, reason: str) -> None:
         with self._lock:
-            self._sink.record(pending.prompt.group_id, state, tokens=tokens, reason=reason)
+            self._sink.record(pending.prompt.group_id, state, tokens=pending.tokens, reason=reason)
             self._sink.release(1)
             self._forget(pending)
 
@@ -252,97 +285,3 @@ class RolloutWorker:
         del self._pending[pending.prompt.group_id]
         if not self._pending:
             self._idle_since = time.monotonic()
-
-
-def _check(completion: Completion, prompt: Prompt) -> None:
-    """Refuse an answer that cannot be trained on, naming the prompt."""
-    n = len(completion.token_ids)
-    if n == 0 and completion.finish_reason != "abort":
-        problem: str | None = "no tokens"
-    elif len(completion.behavior_logprobs) != n or len(completion.token_versions) != n:
-        problem = f"{n} tokens, {len(completion.behavior_logprobs)} log-probs, {len(completion.token_versions)} versions"
-    elif any(not (value <= 1e-4 and value > float("-inf")) for value in completion.behavior_logprobs):
-        problem = "a log-prob that is NaN, infinite or above 0"
-    else:
-        problem = None
-    if problem:
-        raise EngineError(
-            f"The engine's answer to prompt {prompt.example.index} of task {prompt.example.task!r} (group {prompt.group_id}) has "
-            f"{problem}."
-        )
-
-
-def build_group(
-    prompt: Prompt,
-    completions: Sequence[Completion],
-    components: Sequence[Sequence[float]],
-    task: Task,
-    *,
-    completed_version: int,
-    mask_truncated: bool = False,
-) -> TrajectoryGroup:
-    """Concatenate prompt and response of every member into the flat tensors of a `TrajectoryGroup`.
-
-    Args:
-        prompt: shared by the members.
-        completions: G completions, none aborted.
-        components: G lists of R unweighted reward values.
-        task: gives the rewards' weights and names, and the accuracy criterion.
-        completed_version: version served at completion.
-        mask_truncated: leave truncated members in the baseline but train none of their tokens.
-    """
-    prompt_ids, n_prompt = list(prompt.token_ids), len(prompt.token_ids)
-    token_ids: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    for completion in completions:
-        n = len(completion.token_ids)
-        trained = not (mask_truncated and completion.finish_reason == "length")
-        token_ids += prompt_ids + list(completion.token_ids)
-        mask += [False] * n_prompt + [trained] * n
-        logprobs += [0.0] * n_prompt + list(completion.behavior_logprobs)
-        versions += [-1] * n_prompt + list(completion.token_versions)
-    values = torch.tensor([list(c) for c in components], dtype=torch.float32)
-    weights = torch.tensor([reward.weight for reward in task.rewards], dtype=torch.float32)
-    return TrajectoryGroup(
-        group_id=prompt.group_id,
-        prompt_index=prompt.example.index,
-        epoch=prompt.epoch,
-        task=prompt.example.task,
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        loss_mask=torch.tensor(mask, dtype=torch.bool),
-        behavior_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        token_versions=torch.tensor(versions, dtype=torch.int32),
-        lengths=torch.tensor([n_prompt + len(c.token_ids) for c in completions], dtype=torch.int64),
-        rewards=values @ weights,
-        reward_components=values,
-        correct=torch.tensor([task.is_correct(c) for c in components], dtype=torch.bool),
-        truncated=torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool),
-        completed_version=completed_version,
-        reward_names=tuple(reward.name for reward in task.rewards),
-    )
-
-
-def sample_record(group: TrajectoryGroup, decode: Callable[[Sequence[int]], str], index: int) -> dict[str, Any]:
-    """Member `index` of a group as plain values for `save_rollouts` and the text samples."""
-    start = int(group.lengths[:index].sum())
-    stop = start + int(group.lengths[index])
-    sampled = group.token_versions[start:stop] >= 0
-    ids = group.token_ids[start:stop]
-    versions = group.token_versions[start:stop][sampled]
-    return {
-        "group_id": group.group_id,
-        "task": group.task,
-        "prompt_index": group.prompt_index,
-        "epoch": group.epoch,
-        "sample": index,
-        "prompt": decode(ids[~sampled].tolist()),
-        "completion": decode(ids[sampled].tolist()),
-        "reward": float(group.rewards[index]),
-        "reward_components": dict(zip(group.reward_names, group.reward_components[index].tolist(), strict=True)),
-        "correct": bool(group.correct[index]),
-        "truncated": bool(group.truncated[index]),
-        "first_version": int(versions.min()) if versions.numel() else None,
-        "last_version": int(versions.max()) if versions.numel() else None,
-    }

@@ -1,8 +1,8 @@
 """Computes the key-value states of prompts in batches and copies them into the slots that ask for them.
 
 Slots become free a few at a time, and a forward over three short prompts costs nearly as much as one over thirty. So a forward
-also takes the prompts next in the queue, and their states wait here for a slot, as long as the weights stay the same. Equal
-prompts (the samples of a group) are computed once.
+also takes the prompts next in the queue, and their states wait here for a slot: as long as the weights stay the same, unless
+versions may be mixed. Equal prompts (the samples of a group) are computed once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class Prefiller:
 
     Args:
         model: causal language model in evaluation mode.
+        mixes_versions: whether states that waited here through a change of the weights are used after it.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, mixes_versions: bool = False) -> None:
         self._model = model
+        self._mixes_versions = mixes_versions
         self._device = next(model.parameters()).device
         self._version = -1
         self._index: dict[Prefix, int] = {}
@@ -48,11 +50,11 @@ class Prefiller:
             rows: where to.
             prefixes: what each row must hold; empty ones need nothing.
             upcoming: what the queue will ask for next, in order; read only as far as it is taken along.
-            version: of the model's weights; states of another version are not used.
+            version: of the model's weights; states of another version are not used, unless versions may be mixed.
         """
-        if version != self._version:
+        if version != self._version and not self._mixes_versions:
             self.release()
-            self._version = version
+        self._version = version
         pending = [(prefix, row) for prefix, row in zip(prefixes, rows, strict=True) if prefix]
         upcoming = iter(upcoming)
         while pending:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lit_asyncrl.errors import ConfigurationError
-from lit_asyncrl.generation.vllm_backend import InFlight, PrefixCache
 from lit_asyncrl.generation.vllm_client import LocalClient, VLLMClient
 from lit_asyncrl.generation.vllm_engine import VLLMEngineBase
 from lit_asyncrl.generation.vllm_sender import DeviceSender, SharedMemorySender, Transport, WeightSender
 from lit_asyncrl.policy import Dtype
+from lit_asyncrl.types import InFlight, PrefixCache
 
 GIB = 2**30
 
@@ -29,9 +29,10 @@ class VLLMEngine(VLLMEngineBase):
       token is sampled from exactly the new policy given the same prefix. Costs one prefill per response and update.
     * `wait` -- it is finished by the old weights first. One version per response; the trainer's weights wait for the longest.
 
-    What holds for cached prefixes (blocks of 16 prompt tokens that responses share): `salt` -- found only by requests sent under
-    the same weights; `reset` -- dropped at each update (not with `in_flight: keep`); `keep` -- shared across updates, so prompts
-    may be read through old keys and values. A response that vLLM preempts for lack of space goes on as under `keep`.
+    What holds for cached prefixes (blocks of 16 prompt tokens, 32 on a CPU, that responses share): `salt` -- found only by
+    requests sent under the same weights; `reset` -- dropped at each update (not with `in_flight: keep`); `keep` -- shared across
+    updates, so prompts may be read through old keys and values. A response that vLLM preempts for lack of space goes on as under
+    `keep`.
 
     Evaluation requests are decoded beside training ones, not instead of them.
 
@@ -138,6 +139,7 @@ def check_kv_space(policy_path: str, kv_cache_gib: float, max_model_len: int | N
     """
     config = json.loads((Path(policy_path) / "config.json").read_text(encoding="utf-8"))
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    max_model_len = max_model_len or config.get("max_position_embeddings")
     if max_model_len is None or not all(name in config for name in names):
         return  # a nested or unusual config: vLLM checks it
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]

@@ -22,16 +22,22 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from lit_asyncrl.errors import AsyncRLError, EngineError, WeightSyncError
 from lit_asyncrl.generation.vllm_client import Sampled, VLLMClient, parse_version
 from lit_asyncrl.generation.vllm_sender import WeightSender
 from lit_asyncrl.supervisor import POLL_S
-from lit_asyncrl.types import Completion, DeliveryReport, FinishReason, GenerationRequest, NamedTensors, Purpose
-
-InFlight = Literal["keep", "wait", "restart"]
-PrefixCache = Literal["salt", "reset", "keep"]
+from lit_asyncrl.types import (
+    Completion,
+    DeliveryReport,
+    FinishReason,
+    GenerationRequest,
+    InFlight,
+    NamedTensors,
+    PrefixCache,
+    Purpose,
+)
 
 STOP_TIMEOUT_S = 15.0
 """Longest time to end vLLM's processes."""
@@ -140,8 +146,8 @@ class VLLMBackend:
             read.set()
         self._pending_version = version
         self._update = self._sync.submit(self._deliver, version, weights, read)
-        while not read.wait(POLL_S):  # ends with the last chunk or with the first fault, whose verdict belongs to finish_update
-            pass
+        while not read.wait(POLL_S) and not self._update.done():
+            pass  # the verdict, also that of a fault, belongs to finish_update
 
     def finish_update(self, timeout_s: float) -> DeliveryReport:
         """Wait for the delivery's report; after a timeout it may be called again."""
@@ -174,9 +180,14 @@ class VLLMBackend:
         Raises:
             EngineError: no answer in time, or the engine has failed or was stopped meanwhile.
         """
+        if self._stopping or self._failure is not None:
+            coroutine.close()
+            self._raise_if_dead()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         self._calls.add(future)
         try:
+            if self._stopping or self._failure is not None:  # since then
+                future.cancel()
             return future.result(timeout_s)
         except FutureTimeoutError as error:
             if future.done():
@@ -200,7 +211,7 @@ class VLLMBackend:
             self._changed.notify_all()
         self._end_calls()
         with contextlib.suppress(Exception):
-            self.call(self._end(), STOP_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(STOP_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_TIMEOUT_S)
         self._sync.shutdown(wait=True, cancel_futures=True)
@@ -376,10 +387,11 @@ class VLLMBackend:
     async def _pause(self) -> None:
         settings = self._settings
         self._updating = True
+        drain = settings.in_flight == "wait"
         clear = settings.in_flight == "restart" or settings.prefix_cache == "reset"
-        await self._client.pause("wait" if settings.in_flight == "wait" else "keep", clear)
+        await self._client.pause("wait" if drain else "keep", clear)
         # A prompt not yet read would be read by the new weights, under the salt of the old ones.
-        await self._take_back([name for name in self._at_vllm if name not in self._begun])
+        await self._take_back([name for name in self._at_vllm if drain or name not in self._begun])
 
     async def _resume(self) -> None:
         self._salt = secrets.token_hex(8)  # never used before: not by a delivery that failed, nor by another trainer of a server
@@ -407,12 +419,12 @@ class VLLMBackend:
                 "ignore_eos": True,
             }
             sampled = await self._client.generate(f"check-{temperature}", self._settings.probe_ids, params, None)
-            likeliest = sorted(sampled.top_logprobs.values(), reverse=True)[:5]
+            likeliest = sorted(sampled.top_logprobs.values(), reverse=True)[:4]  # of five, one may be the sampled token's
             spread.append(likeliest[0] - likeliest[-1])
         if abs(spread[1] - 2.0 * spread[0]) > 0.05 * spread[1] + 1e-3:
             raise EngineError(
-                "vLLM's logprobs_mode must be processed_logprobs, got log-probs without temperature (the likeliest and the fifth "
-                f"token are {spread[0]:.3f} nats apart at temperature 1 and {spread[1]:.3f} at 0.5, twice as much expected). "
+                "vLLM's logprobs_mode must be processed_logprobs, got log-probs without temperature (the likeliest and fourth "
+                f"token: {spread[0]:.3f} nats apart at temperature 1, and {spread[1]:.3f} at 0.5 instead of twice as much). "
                 "Start the server with --logprobs-mode processed_logprobs."
             )
 

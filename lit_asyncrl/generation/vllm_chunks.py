@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 * 2**20
-"""Bytes of one chunk. Sender's copy, file and receiver's copy of it together stay below 256 MiB of host memory."""
+CHUNK_BYTES = 32 * 2**20
+"""Bytes of one chunk. Sender's copy, file, receiver's copies and those its loader holds stay below 256 MiB of host memory."""
 ALIGNMENT = 64
 """Bytes; every piece begins at a multiple of it."""
 
@@ -156,4 +156,4 @@ def _tensor(flat: Tensor, piece: Piece) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(memoryview(tensor.view(torch.uint8).numpy()))
+    return zlib.crc32(tensor.view(torch.uint8).numpy().data)

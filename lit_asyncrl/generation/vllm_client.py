@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ FAILURE_PREFIX = "failure-"
 """Of files in which vLLM's processes leave the error that ended them (`vllm_transfer.FailureFile`)."""
 FIRST_TOKEN_ONLY = 10**9
 """vLLM's `stream_interval`: an output for the first token, and one at the end."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of the prefix cache with a CPU build; its own 128 would leave shorter prompts unshared."""
 T = TypeVar("T")
 
 
@@ -137,10 +140,12 @@ class LocalClient:
         self._environment = environment
         self._start_timeout_s = start_timeout_s
         self._llm: Any = None
+        self._update_open = False
+        self._stopped = False
         self._folder = ""
         self._others: set[psutil.Process] | None = None  # processes of the trainer's that are not vLLM's
         self._children: list[psutil.Process] = []
-        self._segments: set[str] = set()
+        self._shared: set[str] = set()
 
     async def start(self) -> None:
         """See `VLLMClient.start`."""
@@ -148,45 +153,64 @@ class LocalClient:
         self._others = set(psutil.Process().children(recursive=True))
         environment = self._environment | {
             "VLLM_RPC_BASE_PATH": self._folder,
+            "TMPDIR": self._folder,  # vLLM's processes leave files behind
             "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, round(self._start_timeout_s))),
             "LIT_ASYNCRL_TRAINER_PID": str(os.getpid()),
         }
         try:
             with _environment(environment):
-                # In another thread, so that `stop` can end a start that takes too long.
-                self._llm = await asyncio.to_thread(self._build)
+                async with asyncio.timeout(self._start_timeout_s):
+                    # In another thread, so that `stop` can end a start that takes too long.
+                    self._llm = await asyncio.to_thread(self._build)
         except AsyncRLError:
             raise
+        except TimeoutError as error:
+            raise EngineError(
+                f"vLLM must be ready within engine.start_timeout_s = {self._start_timeout_s:g} s, and is not. "
+                "Raise start_timeout_s, or look for the reason in vLLM's log."
+            ) from error
         except Exception as error:
             reason = self._reported_failure() or _reason(error)
             raise EngineError(f"vLLM cannot start with the model {self._engine_args['model']!r}: {reason}") from error
         self._children = self._new_children()
-        self._segments = {name for child in self._children for name in _shared_segments(child)}
+        self._shared = {entry for child in self._children for entry in _shared(child)} - _shared(psutil.Process())
         self.max_model_len = int(self._llm.model_config.max_model_len)
         self.world_size = int(self._llm.vllm_config.parallel_config.world_size)
 
     def _build(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = AsyncEngineArgs(**self._engine_args)
+        blocks = {"block_size": CPU_BLOCK_TOKENS} if current_platform.is_cpu() else {}
+        arguments = AsyncEngineArgs(**(blocks | self._engine_args))
         config = arguments.create_engine_config()
         check_attention(self._engine_args["model"], config.model_config.get_head_size())
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+        if self._stopped:  # while vLLM was imported
+            raise EngineError("The generation engine was stopped.")
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+        if self._stopped:  # before its processes could be seen
+            llm.shutdown(timeout=0)
+        return llm
 
     async def stop(self) -> None:
         """See `VLLMClient.stop`."""
+        self._stopped = True
         llm, self._llm = self._llm, None
+        with contextlib.suppress(AttributeError):
+            llm.engine_core.resources.engine_dead = True  # no news: vLLM would warn of it
         self._children = self._children or self._new_children()  # of a start that is under way, or that failed
         self._end_children()  # they ignore signals but the last one, and a stopped one would not hear vLLM's own message
         if llm is not None:
             with contextlib.suppress(Exception):
                 llm.shutdown(timeout=0)
+            llm.shutdown = _nothing  # its destructor calls it again, at the interpreter's end with half of Python gone
         shutil.rmtree(self._folder, ignore_errors=True)
-        for name in self._segments:  # killed processes remove nothing, and multiprocessing would only at the trainer's end
-            Path("/dev/shm", name).unlink(missing_ok=True)
-            resource_tracker.unregister(f"/{name}", "shared_memory")
-        self._segments = set()
+        for name in self._shared:  # killed processes remove nothing, and multiprocessing would only at the trainer's end
+            if (file := Path("/dev/shm", name)).exists():
+                file.unlink(missing_ok=True)
+                resource_tracker.unregister(f"/{name}", "shared_memory")
+        self._shared = set()
 
     async def generate(
         self,
@@ -229,7 +253,13 @@ class LocalClient:
         await self._ask(self._llm.pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
-        """See `VLLMClient.resume`."""
+        """See `VLLMClient.resume`. After an update that failed, vLLM must be able to run, and to begin another one."""
+        if self._update_open:
+            with contextlib.suppress(Exception):  # it refuses where tensors are missing, but puts the layers together first
+                await self._ask(self._llm.finish_weight_update())
+            with contextlib.suppress(Exception):  # a chunk that cannot be read ends what is still open: there is no call for it
+                await self.update({})
+            self._update_open = False
         await self._ask(self._llm.resume_generation())
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
@@ -240,6 +270,7 @@ class LocalClient:
 
     async def start_update(self) -> None:
         """See `VLLMClient.start_update`."""
+        self._update_open = True
         await self._ask(self._llm.start_weight_update())
 
     async def update(self, info: dict[str, Any]) -> None:
@@ -251,6 +282,7 @@ class LocalClient:
     async def finish_update(self, version: str) -> None:
         """See `VLLMClient.finish_update`."""
         await self._ask(self._llm.finish_weight_update(version))
+        self._update_open = False
 
     async def set_version(self, version: str) -> None:
         """See `VLLMClient.set_version`."""
@@ -285,6 +317,10 @@ class LocalClient:
         except EngineDeadError as error:
             cause = self._reported_failure() or "without a word, as when it is killed (by hand, or for lack of memory)"
             raise EngineError(f"vLLM's engine process died: {cause}") from error
+        except Exception as error:
+            if (words := _worker_s_words(str(error))) != str(error):
+                raise EngineError(words) from error
+            raise
 
     async def _ask(self, answer: Awaitable[T]) -> T:
         with self._told():
@@ -293,7 +329,7 @@ class LocalClient:
     def _reported_failure(self) -> str:
         """The error that the first of vLLM's processes to fail has left, in words; empty if there is none."""
         first = min(Path(self._folder).glob(f"{FAILURE_PREFIX}*"), key=lambda path: path.name, default=None)
-        return "" if first is None else first.read_text(encoding="utf-8", errors="replace")
+        return "" if first is None else _worker_s_words(first.read_text(encoding="utf-8", errors="replace"))
 
     def _new_children(self) -> list[psutil.Process]:
         if self._others is None:
@@ -342,11 +378,15 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _shared_segments(process: psutil.Process) -> set[str]:
-    """Names under /dev/shm that the process has mapped."""
+def _shared(process: psutil.Process) -> set[str]:
+    """Names under /dev/shm of the shared memory that a process has mapped."""
     with contextlib.suppress(psutil.Error):
-        return {Path(m.path).name for m in process.memory_maps() if m.path.startswith("/dev/shm/psm_")}
+        return {Path(mapped.path).name for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/psm_")}
     return set()
+
+
+def _nothing(*arguments: Any, **named: Any) -> None:
+    """Instead of a method that must not run any more."""
 
 
 def _is_tracker(process: psutil.Process) -> bool:
@@ -354,6 +394,12 @@ def _is_tracker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return any("resource_tracker" in part for part in process.cmdline())
     return False
+
+
+def _worker_s_words(text: str) -> str:
+    """A worker's own message out of vLLM's."""
+    found = re.search(r"Worker failed with error '(.*)', please check", text, re.DOTALL)
+    return found[1] if found else text
 
 
 def _reason(error: BaseException) -> str:

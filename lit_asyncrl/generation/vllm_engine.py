@@ -9,12 +9,15 @@ import torch
 
 from lit_asyncrl.errors import ConfigurationError, EngineError
 from lit_asyncrl.generation.requests import check_request
-from lit_asyncrl.generation.vllm_backend import BackendSettings, InFlight, PrefixCache, VLLMBackend
+from lit_asyncrl.generation.vllm_backend import BackendSettings, VLLMBackend
 from lit_asyncrl.generation.vllm_client import VLLMClient
 from lit_asyncrl.generation.vllm_sender import WeightSender
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.policy import Dtype, resolve_policy_path
-from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors
+from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, InFlight, NamedTensors, PrefixCache
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this."""
 
 
 class VLLMEngineBase(GenerationEngine):
@@ -81,11 +84,17 @@ class VLLMEngineBase(GenerationEngine):
         """See `GenerationEngine.submit`.
 
         Raises:
-            ConfigurationError: a request cannot be sampled: restricted sampling in training, no room for its tokens.
+            ConfigurationError: a request cannot be sampled: restricted sampling in training, no room for its tokens, a
+                temperature that vLLM would not use as it is.
         """
         backend = self._running()
         for request in requests:
             check_request(request, backend.max_model_len)
+            if 0 < request.sampling.temperature < MIN_TEMPERATURE:
+                raise ConfigurationError(
+                    f"temperature must be 0 or at least {MIN_TEMPERATURE} with vLLM, got {request.sampling.temperature} (request "
+                    f"{request.request_id}). vLLM would sample at {MIN_TEMPERATURE} without a word: take 0, which is greedy."
+                )
         backend.submit(requests)
 
     def completions(self, timeout_s: float) -> list[Completion]:

@@ -9,26 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import re
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_asyncrl.errors import EngineError
-from lit_asyncrl.generation.vllm_client import PauseMode, Sampled, parse_version
+from lit_asyncrl.generation.vllm_client import FIRST_TOKEN_ONLY, PauseMode, Sampled, parse_version
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-KEEP_ALIVE_S = 2.0
-"""How long an idle connection is used again. The server closes it after 5 s; one closed at that moment would lose a request."""
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
 POLL_S = 0.2
 """Time between two tries to reach a server that is still starting."""
 STOP_TIMEOUT_S = 2.0
 """Longest wait for an answer when nobody needs it any more."""
 ID_PREFIX = "generate-tokens-"
 """What the server puts before a request's id, and wants to be given to abort it."""
-LONGEST_REASON = 600
-"""Characters of a server's message that go into ours."""
+LONGEST_REASON = 600  # characters of a server's message that go into ours
 
 
 class ServerError(EngineError):
@@ -66,6 +68,7 @@ class ServerConnection:
         self._api_key = api_key
         self._timeout_s = timeout_s
         self._session: ClientSession | None = None
+        self._update_open = False
 
     async def open(self, timeout_s: float) -> None:
         """Return when the server answers that it is healthy; one that is still starting is waited for.
@@ -76,15 +79,20 @@ class ServerConnection:
         import aiohttp  # takes longer to import than this package's other modules, and only a run with a server needs it
 
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),  # all requests at once, control calls too
+            # All requests at once, control calls too. Each on its own connection: the server closes idle ones, and any one after
+            # an error, and a request that meets a closing connection is lost.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             headers={} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"},
         )
-        deadline = time.monotonic() + timeout_s
+        deadline, told = time.monotonic() + timeout_s, False
         while True:
             try:
                 await self.call("GET", "/health", timeout_s=max(POLL_S, deadline - time.monotonic()))
                 return
             except EngineError as error:
+                if not told:
+                    log.warning("Waiting up to %.0f s for the vLLM server at %s. %s", timeout_s, self.url, error)
+                    told = True
                 if time.monotonic() + POLL_S > deadline:
                     raise EngineError(
                         f"engine.urls must name vLLM servers that are up, got {self.url}, not healthy within {timeout_s:.1f} s. "
@@ -97,8 +105,9 @@ class ServerConnection:
         """Leave the server scheduling, end what is still sampled for us, and close; never raises."""
         session = self._session
         if session is not None:
-            with contextlib.suppress(EngineError):
-                await self.call("POST", "/resume", timeout_s=STOP_TIMEOUT_S)
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self.resume()
             self._session = None
             await session.close()
 
@@ -109,58 +118,75 @@ class ServerConnection:
             method: of HTTP.
             route: path and query.
             body: sent as JSON; None: no body.
-            timeout_s: longest wait; None: `self._timeout_s`; infinite for no limit.
+            timeout_s: longest wait; None: the connection's; infinite: no limit.
 
         Raises:
             ServerError: any status but 200.
             EngineError: no connection, no answer in time, or no JSON.
         """
+        text = await self._text(method, route, body, self._timeout_s if timeout_s is None else timeout_s)
+        return self._read(lambda: dict(json.loads(text)) if text else {}, "JSON", text)
+
+    async def _text(self, method: str, route: str, body: Any, limit_s: float, begun: Callable[[], None] | None = None) -> str:
+        """The body of an answer; `begun` is called when its first part is here."""
         import aiohttp
 
         if self._session is None:
             raise EngineError(f"The connection to the vLLM server at {self.url} is closed.")
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        bounded = aiohttp.ClientTimeout(total=None if limit == float("inf") else limit, sock_connect=self._timeout_s)
-        exchange = self._session.request(method, self.url + route, json=body, timeout=bounded, allow_redirects=False)
+        limit = aiohttp.ClientTimeout(total=None if limit_s == float("inf") else limit_s, sock_connect=self._timeout_s)
+        exchange = self._session.request(method, self.url + route, json=body, timeout=limit, allow_redirects=False)
         try:
             async with exchange as response:
-                status, text = response.status, await response.text()
-                if status != 200:
-                    response.close()  # after an error the server closes the connection too: never use it again
+                first = await response.content.readany()
+                if begun is not None and response.status == 200:
+                    begun()
+                text = (first + await response.content.read()).decode(errors="replace")
+                if response.status != 200:
+                    raise ServerError(self.url, f"{method} {route}", response.status, reason_of(text))
+                return text
         except TimeoutError as error:
             raise EngineError(
-                f"The vLLM server at {self.url} must answer {method} {route} within {min(limit, self._timeout_s):.1f} s, and did "
-                "not. It hangs or is stopped."
+                f"The vLLM server at {self.url} must answer {method} {route} within {min(limit_s, self._timeout_s):.1f} s, and "
+                "did not. It hangs or is stopped."
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(
                 f"The connection to the vLLM server at {self.url} failed at {method} {route}: {type(error).__name__}: {error}"
             ) from error
-        if status != 200:
-            raise ServerError(self.url, f"{method} {route}", status, reason_of(text))
-        try:
-            return dict(json.loads(text)) if text else {}
-        except ValueError as error:
-            raise EngineError(
-                f"The vLLM server at {self.url} must answer {method} {route} in JSON, got {text[:80]!r}. Is it a vLLM server?"
-            ) from error
 
     # ---------------------------------------------------------------- sampling
 
-    async def generate(self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], salt: str | None) -> Sampled:
-        """See `VLLMClient.generate`."""
-        body = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": params, "cache_salt": salt}
+    async def generate(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: dict[str, Any],
+        salt: str | None,
+        begun: Callable[[], None] | None = None,
+    ) -> Sampled:
+        """See `VLLMClient.generate`. The answer comes in two parts: the first token, and the rest."""
+        body = {
+            "request_id": request_id,
+            "token_ids": list(token_ids),
+            "sampling_params": params | {"stream_interval": FIRST_TOKEN_ONLY},
+            "cache_salt": salt,
+            "stream": True,
+        }
         self.in_flight += 1
         try:
-            answer = await self.call("POST", "/inference/v1/generate", body, timeout_s=float("inf"))
+            text = await self._text("POST", "/inference/v1/generate", body, float("inf"), begun)
         finally:
             self.in_flight -= 1
-        return self._read(lambda: sampled_from(answer), "token ids, log-probs and weight versions", answer)
+        events = self._read(lambda: events_of(text), "events in JSON", text)
+        for event in events:
+            if "error" in event:
+                raise ServerError(self.url, "POST /inference/v1/generate", 200, reason_of(json.dumps(event)))
+        return self._read(lambda: sampled_from(events), "token ids, log-probs and weight versions", text)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See `VLLMClient.score`."""
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
-        body = {"token_ids": list(token_ids), "sampling_params": params}
+        body = {"token_ids": list(token_ids), "sampling_params": params, "cache_salt": "probe"}
         answer = await self.call("POST", "/inference/v1/generate", body)
         return self._read(
             lambda: [float(answer["prompt_logprobs"][i][str(token_ids[i])]["logprob"]) for i in range(1, len(token_ids))],
@@ -176,10 +202,13 @@ class ServerConnection:
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """See `VLLMClient.pause`."""
-        await self.call("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+        limit = float("inf") if mode == "wait" else None  # draining lasts as long as the longest response
+        await self.call("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", timeout_s=limit)
 
     async def resume(self) -> None:
-        """See `VLLMClient.resume`."""
+        """See `VLLMClient.resume`. After an update that failed, here or at another server, the model must be whole first."""
+        if self._update_open:
+            await self.give_up_update()
         await self.call("POST", "/resume")
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
@@ -187,14 +216,9 @@ class ServerConnection:
         await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     async def start_update(self) -> None:
-        """See `VLLMClient.start_update`. An update that was left half-way, here or by an earlier trainer, is given up first."""
-        try:
-            await self.call("POST", "/start_weight_update")
-        except ServerError as error:
-            if "already active" not in error.reason:
-                raise
-            await self.give_up_update()
-            await self.call("POST", "/start_weight_update")
+        """See `VLLMClient.start_update`."""
+        self._update_open = True
+        await self.call("POST", "/start_weight_update")
 
     async def give_up_update(self) -> None:
         """End an update that was left half-way: the model can run, with weights that are nobody's. vLLM has no route for it."""
@@ -202,6 +226,7 @@ class ServerConnection:
             await self.call("POST", "/finish_weight_update")
         with contextlib.suppress(ServerError):  # a chunk that cannot be read ends what is still open
             await self.call("POST", "/update_weights", {"update_info": {}})
+        self._update_open = False
 
     async def update(self, info: Any) -> None:
         """See `VLLMClient.update`."""
@@ -210,6 +235,7 @@ class ServerConnection:
     async def finish_update(self, version: str) -> None:
         """See `VLLMClient.finish_update`."""
         await self.call("POST", "/finish_weight_update", {"weight_version": version})
+        self._update_open = False
 
     async def set_version(self, version: str) -> None:
         """See `VLLMClient.set_version`."""
@@ -220,7 +246,7 @@ class ServerConnection:
         answer = await self.call("GET", "/weight_info")
         return self._read(lambda: str(answer["weight_version"]), "weight_version", answer)
 
-    def _read(self, value: Any, contract: str, answer: dict[str, Any]) -> Any:
+    def _read(self, value: Callable[[], T], contract: str, answer: Any) -> T:
         """What `value` takes from an answer.
 
         Raises:
@@ -228,33 +254,42 @@ class ServerConnection:
         """
         try:
             return value()
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
-                f"The vLLM server at {self.url} must answer with {contract}, got {str(answer)[:200]} "
+                f"The vLLM server at {self.url} must answer with {contract}, got {str(answer)[:200]!r} "
                 f"({type(error).__name__}: {error}). Is it vLLM 0.32?"
             ) from error
 
 
-def sampled_from(answer: dict[str, Any]) -> Sampled:
-    """What a response of `/inference/v1/generate` says of its only choice."""
-    choice = answer["choices"][0]
-    content = (choice["logprobs"] or {}).get("content") or []
-    versions: list[int] = []
-    for span in choice["weight_versions"] or ():
-        versions += [parse_version(span["version"])] * (span["end"] - span["start"])
-    return Sampled(
-        token_ids=list(choice["token_ids"] or ()),
-        logprobs=[float(entry["logprob"]) for entry in content],
-        versions=versions,
-        finish_reason=str(choice["finish_reason"]),
-        top_logprobs=(
-            {int(top["token_id"]): float(top["logprob"]) for top in content[0]["top_logprobs"]} if len(content) == 1 else {}
-        ),
-    )
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The JSON of a stream of events."""
+    lines = (line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:"))
+    return [dict(json.loads(line)) for line in lines if line != "[DONE]"]
+
+
+def sampled_from(events: Sequence[dict[str, Any]]) -> Sampled:
+    """What the events of one response say together.
+
+    Raises:
+        LookupError, TypeError, ValueError: something is missing, such as the end.
+    """
+    sampled = Sampled([], [], [], "")
+    for choice in (choice for event in events for choice in event["choices"]):
+        content = (choice["logprobs"] or {}).get("content") or []
+        if not sampled.token_ids and len(content) == 1:
+            sampled.top_logprobs = {int(top["token_id"]): float(top["logprob"]) for top in content[0]["top_logprobs"]}
+        sampled.token_ids += choice["token_ids"] or []
+        sampled.logprobs += [float(entry["logprob"]) for entry in content]
+        for span in choice["weight_versions"] or ():  # with the last event, for all tokens
+            sampled.versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+        sampled.finish_reason = choice["finish_reason"] or ""
+    if not sampled.finish_reason:
+        raise ValueError("the response ends without a finish_reason")
+    return sampled
 
 
 def reason_of(text: str) -> str:
-    """The message in an error's body, of which vLLM and its web framework have several forms."""
+    """The message in an error's body, of which vLLM and its web framework have several forms; of a worker's error, its own."""
     try:
         body: Any = json.loads(text)
     except ValueError:
@@ -262,4 +297,7 @@ def reason_of(text: str) -> str:
     for key in ("error", "detail", "message"):
         if isinstance(body, dict) and key in body:
             body = body[key]
-    return str(body)[:LONGEST_REASON].strip() or "no reason given"
+    reason = str(body).strip()
+    if worker := re.search(r"Worker failed with error '(.*)', please check", reason, re.DOTALL):
+        reason = worker[1]
+    return reason[:LONGEST_REASON] or "no reason given"

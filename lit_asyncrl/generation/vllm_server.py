@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from lit_asyncrl.errors import ConfigurationError, EngineError
-from lit_asyncrl.generation.vllm_backend import InFlight, PrefixCache
 from lit_asyncrl.generation.vllm_client import PauseMode, Sampled, VLLMClient
 from lit_asyncrl.generation.vllm_engine import VLLMEngineBase
 from lit_asyncrl.generation.vllm_http import ServerConnection
 from lit_asyncrl.generation.vllm_sender import DeviceSender, SharedMemorySender, WeightSender
-from lit_asyncrl.generation.vllm_server_checks import Expected, check_server, vocabulary_of
+from lit_asyncrl.generation.vllm_server_checks import (
+    Expected,
+    api_key,
+    check_server,
+    check_shared_folder,
+    checked_urls,
+    vocabulary_of,
+)
 from lit_asyncrl.policy import Dtype
+from lit_asyncrl.types import InFlight, PrefixCache
 
 T = TypeVar("T")
 ABORT_RETRY_S = 0.02
@@ -46,13 +50,14 @@ class VLLMServerEngine(VLLMEngineBase):
         urls: of the servers, such as `http://10.0.0.7:8000`. Whoever reaches a server's port can replace its weights: use
             loopback, or a network you trust.
         dtype: of the served weights, that of the servers.
-        transport: `shared_memory` through a file in `shared_folder`, or `nccl` between GPUs (untested so far, one host).
-        shared_folder: seen under this path by this process and the servers, which run as the same user; in memory if it can be.
+        transport: `shared_memory` through a file, or `nccl` between GPUs (untested so far, one host).
+        shared_folder: where the file is, seen under this path by this process and the servers, which run as the same user
+            (in memory, such as /dev/shm, it is fastest); None: a nameless memory file, for servers on this host.
         num_slots: most responses decoded at once, training and evaluation together, on all servers together.
         in_flight, prefix_cache: see `VLLMEngine`.
         checksum_every: compare every received tensor's checksum in each n-th update (`shared_memory`); None: never.
         api_key_env: name of the environment variable with the servers' API key; None: no key.
-        start_timeout_s: longest time until every server is healthy; servers that are still loading are waited for.
+        start_timeout_s: longest time until every server is up and checked; those that are still loading are waited for.
         response_timeout_s: longest time for one answer; without one a server counts as hung.
     """
 
@@ -61,13 +66,13 @@ class VLLMServerEngine(VLLMEngineBase):
         urls: Sequence[str] = ("http://127.0.0.1:8000",),
         dtype: Dtype = "float32",
         transport: Literal["shared_memory", "nccl"] = "shared_memory",
-        shared_folder: str = "/dev/shm",
+        shared_folder: str | None = None,
         num_slots: int = 64,
         in_flight: InFlight = "keep",
         prefix_cache: PrefixCache = "salt",
         checksum_every: int | None = 1,
         api_key_env: str | None = None,
-        start_timeout_s: float = 30.0,
+        start_timeout_s: float = 120.0,
         response_timeout_s: float = 60.0,
     ) -> None:
         super().__init__(
@@ -96,13 +101,9 @@ class VLLMServerEngine(VLLMEngineBase):
         sender: WeightSender
         if self._transport == "nccl":
             sender = DeviceSender("nccl", self._dtype)
-        elif Path(self._shared_folder).is_dir():
-            sender = SharedMemorySender(self._dtype, self._shared_folder, self._checksum_every)
         else:
-            raise ConfigurationError(
-                f"engine.shared_folder must be a folder that this process and the servers see, got {self._shared_folder!r}. "
-                "Take /dev/shm on one host, or a mounted folder."
-            )
+            check_shared_folder(self._shared_folder, self.urls)
+            sender = SharedMemorySender(self._dtype, self._shared_folder, self._checksum_every)
         expected = Expected(
             dtype=self._dtype_name,
             transport=self._transport,
@@ -142,12 +143,19 @@ class ServerClient:
         """See `VLLMClient.stop`."""
         await asyncio.gather(*(server.close() for server in self._servers), return_exceptions=True)
 
-    async def generate(self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], salt: str | None) -> Sampled:
+    async def generate(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: dict[str, Any],
+        salt: str | None,
+        begun: Callable[[], None] | None = None,
+    ) -> Sampled:
         """See `VLLMClient.generate`. The server with the fewest responses in flight samples it."""
         server = min(self._servers, key=lambda candidate: candidate.in_flight)
         self._sampled_at[request_id] = server
         try:
-            return await server.generate(request_id, token_ids, params, salt)
+            return await server.generate(request_id, token_ids, params, salt, begun)
         finally:
             del self._sampled_at[request_id]
 
@@ -211,7 +219,7 @@ class ServerClient:
         await self._all(lambda server: server.set_version(version))
 
     async def version(self) -> str:
-        """See `VLLMClient.version`. Where servers differ, as they do for a moment in an update: all of them, which is no number."""
+        """See `VLLMClient.version`; where servers differ, as they do for a moment in an update, all of them: no number."""
         versions = await self._all(lambda server: server.version())
         return versions[0] if len(set(versions)) == 1 else " and ".join(versions)
 
@@ -230,44 +238,3 @@ async def _together(calls: Any) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return results
-
-
-def checked_urls(urls: Sequence[str]) -> list[str]:
-    """Addresses of servers, without a slash at the end.
-
-    Raises:
-        ConfigurationError: none, one twice, or one that is no plain `http(s)://host:port`.
-    """
-    example = "Write http://127.0.0.1:8000, or https://host:port."
-    if isinstance(urls, str) or not urls:
-        raise ConfigurationError(f"engine.urls must be a list with at least one server, got {urls!r}. {example}")
-    cleaned = [url.rstrip("/") for url in urls]
-    for url in cleaned:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigurationError(f"engine.urls must hold addresses of servers, got {url!r}. {example}")
-        if parts.username or parts.password:
-            raise ConfigurationError(
-                f"engine.urls must not hold a user or a password, got one for {parts.hostname}: addresses appear in logs. "
-                "Name the environment variable of an API key in engine.api_key_env."
-            )
-    if len(set(cleaned)) < len(cleaned):
-        raise ConfigurationError(f"engine.urls must name each server once, got {cleaned}.")
-    return cleaned
-
-
-def api_key(variable: str | None) -> str | None:
-    """The key in an environment variable.
-
-    Raises:
-        ConfigurationError: it is not set.
-    """
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "")
-    if not key:
-        raise ConfigurationError(
-            f"engine.api_key_env must name an environment variable that holds the servers' key, got {variable!r}, which is not "
-            "set. Export it, or leave engine.api_key_env out for servers without a key."
-        )
-    return key

@@ -1,11 +1,15 @@
-"""What a vLLM server must be for training, checked when a run starts: each difference named with its remedy, nothing guessed."""
+"""What the arguments and the servers must be for training, checked before it starts: each difference named with its remedy."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.generation.vllm_http import ServerConnection, ServerError
@@ -65,6 +69,74 @@ def vocabulary_of(policy_path: str) -> int | None:
     config = json.loads((Path(policy_path) / "config.json").read_text(encoding="utf-8"))
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return None if size is None else int(size)
+
+
+def checked_urls(urls: Sequence[str]) -> list[str]:
+    """Addresses of servers, without a slash at the end.
+
+    Raises:
+        ConfigurationError: none, one twice, or one that is no plain `http(s)://host:port`.
+    """
+    example = "Write http://127.0.0.1:8000, or https://host:port."
+    if isinstance(urls, str) or not urls:
+        raise ConfigurationError(f"engine.urls must be a list with at least one server, got {urls!r}. {example}")
+    cleaned = [url.rstrip("/") for url in urls]
+    for url in cleaned:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ConfigurationError(f"engine.urls must hold addresses of servers, got {url!r}. {example}")
+        if parts.username or parts.password:
+            raise ConfigurationError(
+                f"engine.urls must not hold a user or a password, got one for {parts.hostname}: addresses appear in logs. "
+                "Name the environment variable of an API key in engine.api_key_env."
+            )
+    if len(set(cleaned)) < len(cleaned):
+        raise ConfigurationError(f"engine.urls must name each server once, got {cleaned}.")
+    return cleaned
+
+
+def check_shared_folder(folder: str | None, urls: Sequence[str]) -> None:
+    """Refuse a folder that is not there, and none for servers on other hosts.
+
+    Raises:
+        ConfigurationError: naming the remedy.
+    """
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigurationError(
+            f"engine.shared_folder must be a folder that this process and the servers see, got {folder!r}. "
+            "Take a mounted folder, or leave it out for servers on this host."
+        )
+    elsewhere = [url for url in urls if not is_loopback(str(urlsplit(url).hostname))]
+    if folder is None and elsewhere:
+        raise ConfigurationError(
+            f"engine.shared_folder must be given for servers that may be on other hosts, got none with {elsewhere}. Name a "
+            "folder that both see, give a server on this host as http://127.0.0.1:port, or take engine.transport: nccl."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this host's own by its name."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def api_key(variable: str | None) -> str | None:
+    """The key in an environment variable.
+
+    Raises:
+        ConfigurationError: it is not set.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ConfigurationError(
+            f"engine.api_key_env must name an environment variable that holds the servers' key, got {variable!r}, which is not "
+            "set. Export it, or leave engine.api_key_env out for servers without a key."
+        )
+    return key
 
 
 async def _answer(server: ServerConnection, route: str, remedy: str) -> dict[str, Any]:

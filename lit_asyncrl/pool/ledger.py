@@ -1,7 +1,7 @@
 """What became of every prompt and of every generated token.
 
-    in_flight -> scoring -> waiting -> in_training -> trained
-         '----------'----------'-----------'---> dropped[reason] | failed
+    pending -> in_flight -> scoring -> waiting -> in_training -> trained
+                   '----------'----------'-----------'---> dropped[reason] | failed[reason]
 
 Groups that are not settled are kept one by one, settled ones as counts: memory does not grow with the length of a run.
 """
@@ -10,19 +10,30 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from lit_asyncrl.errors import PoolError
+from lit_asyncrl.pool.bias import Bias
+from lit_asyncrl.types import GroupOutcome
 
-OPEN_STATES = ("in_flight", "scoring", "waiting", "in_training")
+OPEN_STATES = ("pending", "in_flight", "scoring", "waiting", "in_training")
 FINAL_STATES = ("trained", "dropped", "failed")
-_ENTRY_STATES = ("in_flight", "scoring", "waiting")
+_ENTRY_STATES = ("pending", "in_flight", "scoring", "waiting")
+_STATES = (*OPEN_STATES, *FINAL_STATES)
+
 INTERRUPTED = "interrupted"
 """Reason for tokens that were generated but not yet in the pool when a run ended; their prompts are dispatched again."""
 
 MEMBERS = "members"
 """Reason for tokens of members that were taken out of a group that went on without them."""
+
+UNPROVED = "unproved weights"
+"""Reason for groups with tokens of weights whose delivery was never proved: they fail, and are not trained."""
+
+UNFINISHED = "unfinished"
+"""Reason for tokens of responses that their engine had not finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +51,26 @@ class LedgerRow:
         return f"{self.state}: {self.reason}" if self.reason else self.state
 
 
+class _Entry:
+    """An open group: where it is, its tokens, what was dispatched and what is left of that."""
+
+    __slots__ = ("dispatched", "outcome", "state", "tokens")
+
+    def __init__(self, state: str, tokens: int) -> None:
+        self.state = state
+        self.tokens = tokens
+        self.dispatched: GroupOutcome | None = None
+        self.outcome: GroupOutcome | None = None
+
+
 class Ledger:
     """Thread-safe account of prompts (one group each) and of the tokens sampled for them.
 
     The rollout worker reports `in_flight`, `scoring`, and what it drops or fails; the pool reports the rest.
-    At any instant the rows' prompts add up to `num_dispatched`.
+    At any instant the rows' prompts add up to `num_dispatched`, and their tokens to `num_tokens`.
+
+    Attributes:
+        bias: how trained groups differ from dispatched ones.
 
     Example:
         >>> ledger = Ledger()
@@ -56,13 +82,26 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[str, int]] = {}
+        self._open: dict[int, _Entry] = {}
         self._prompts: Counter[tuple[str, str]] = Counter()
         self._tokens: Counter[tuple[str, str]] = Counter()
         self._num_dispatched = 0
+        self._on_settled: Callable[[int, str], None] | None = None
+        self.bias = Bias()
 
-    def move(self, group_id: int, state: str, tokens: int | None = None, reason: str | None = None) -> None:
-        """Put a group into a state; a group is entered by its first move, to `in_flight`, `scoring` or `waiting`.
+    def on_settled(self, listener: Callable[[int, str], None]) -> None:
+        """Call `listener(group_id, state)` after each group's last move, without the ledger's lock."""
+        self._on_settled = listener
+
+    def move(
+        self,
+        group_id: int,
+        state: str,
+        tokens: int | None = None,
+        reason: str | None = None,
+        outcome: GroupOutcome | None = None,
+    ) -> None:
+        """Put a group into a state; a group is entered by its first move, to `pending`, `in_flight`, `scoring` or `waiting`.
 
         Args:
             group_id: of the prompt.
@@ -70,38 +109,82 @@ class Ledger:
             tokens: tokens sampled for the group so far; None leaves the number as it was. A number below the last one means
                 that members were taken out of the group: the difference is counted as dropped for the reason `members`.
             reason: why, for `dropped` (required) and `failed`.
+            outcome: of the group's responses; the first one given is what was dispatched, the last one what is left of it.
 
         Raises:
             PoolError: the group is unknown (or settled) and `state` cannot be a first one, or `dropped` lacks a reason.
         """
-        if state not in (*OPEN_STATES, *FINAL_STATES):
-            raise PoolError(f"state must be one of {(*OPEN_STATES, *FINAL_STATES)}, got {state!r} (group {group_id}).")
-        if state == "dropped" and not reason:
-            raise PoolError(f"reason must be given for a dropped group, got {reason!r} (group {group_id}). Name it.")
+        if state not in OPEN_STATES:
+            _check(group_id, state, reason)
         with self._lock:
-            known = self._open.get(group_id)
-            if known is None:
-                if state not in _ENTRY_STATES:
-                    raise PoolError(
-                        f"state must be one of {_ENTRY_STATES} for a group that is not open, got {state!r} (group {group_id}). "
-                        "Report the group when its first request is submitted, and settle it once."
-                    )
-                self._num_dispatched += 1
-            before = known[1] if known else 0
-            count = before if tokens is None else tokens
-            if count < before:
-                self._tokens["dropped", MEMBERS] += before - count
-            if state in FINAL_STATES:
-                self._open.pop(group_id, None)
-                self._prompts[state, reason or ""] += 1
-                self._tokens[state, reason or ""] += count
-            else:
-                self._open[group_id] = (state, count)
+            self._move(group_id, state, tokens, reason or "", outcome)
+        if self._on_settled is not None and state in FINAL_STATES:
+            self._on_settled(group_id, state)
+
+    def move_all(self, group_ids: Iterable[int], state: str, reason: str | None = None) -> None:
+        """`move` of several groups at one instant, with the tokens they have."""
+        group_ids = list(group_ids)
+        _check(group_ids, state, reason)
+        with self._lock:
+            for group_id in group_ids:
+                self._move(group_id, state, None, reason or "", None)
+        if self._on_settled is not None and state in FINAL_STATES:
+            for group_id in group_ids:
+                self._on_settled(group_id, state)
+
+    def _move(self, group_id: int, state: str, tokens: int | None, reason: str, outcome: GroupOutcome | None) -> None:
+        entry = self._open.get(group_id)
+        if entry is None:
+            if state not in _ENTRY_STATES:
+                raise PoolError(
+                    f"state must be one of {_ENTRY_STATES} for a group that is not open, got {state!r} (group {group_id}). "
+                    "Report the group when its first request is submitted, and settle it once."
+                )
+            self._num_dispatched += 1
+            entry = self._open[group_id] = _Entry(state, 0)
+        else:
+            entry.state = state
+        if tokens is not None:
+            if tokens < entry.tokens:
+                self._tokens["dropped", MEMBERS] += entry.tokens - tokens
+            entry.tokens = tokens
+        if outcome is not None:
+            entry.outcome = outcome
+            if entry.dispatched is None:
+                entry.dispatched = outcome
+        if state in FINAL_STATES:
+            del self._open[group_id]
+            key = (state, reason)
+            self._prompts[key] += 1
+            self._tokens[key] += entry.tokens
+            if entry.dispatched is not None:
+                self.bias.settle(entry.dispatched, entry.outcome if state == "trained" else None)
+
+    def add_tokens(self, state: str, tokens: int, reason: str = "") -> None:
+        """Count tokens that belong to no open group: those of requests that were given up, or answered too late.
+
+        Args:
+            state: `dropped` or `failed`.
+            tokens: how many.
+            reason: why.
+        """
+        if state not in ("dropped", "failed"):
+            raise PoolError(f"state must be dropped or failed for tokens without a group, got {state!r} ({tokens} tokens).")
+        with self._lock:
+            self._tokens[state, reason] += tokens
+
+    def remove_members(self, group_id: int, tokens: int, reason: str, outcome: GroupOutcome) -> None:
+        """Count `tokens` of an open group's as dropped for `reason`: members were taken out, which leaves this `outcome`."""
+        with self._lock:
+            entry = self._open[group_id]
+            entry.tokens -= tokens
+            entry.outcome = outcome
+            self._tokens["dropped", reason] += tokens
 
     def state_of(self, group_id: int) -> str | None:
         """Where an open group is; None for one that is settled or unknown."""
-        known = self._open.get(group_id)
-        return known[0] if known else None
+        entry = self._open.get(group_id)
+        return entry.state if entry else None
 
     @property
     def num_dispatched(self) -> int:
@@ -113,6 +196,12 @@ class Ledger:
         """Prompts that are not settled."""
         return len(self._open)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were ever reported."""
+        with self._lock:
+            return sum(self._tokens.values()) + sum(entry.tokens for entry in self._open.values())
+
     def count(self, state: str, reason: str | None = None) -> int:
         """Prompts in a state (with `reason`, if given)."""
         return sum(row.prompts for row in self.rows() if row.state == state and reason in (None, row.reason))
@@ -121,58 +210,95 @@ class Ledger:
         """Sampled tokens in a state (with `reason`, if given)."""
         return sum(row.tokens for row in self.rows() if row.state == state and reason in (None, row.reason))
 
-    def rows(self) -> list[LedgerRow]:
-        """The table: open states first, then settled ones by reason; all of one instant."""
+    def rows(self, unfinished_tokens: int = 0) -> list[LedgerRow]:
+        """The table: open states first, then settled ones by reason; all of one instant.
+
+        Args:
+            unfinished_tokens: tokens of responses that an engine is still sampling; a line of their own where there are any.
+        """
         prompts: Counter[tuple[str, str]] = Counter()
         tokens: Counter[tuple[str, str]] = Counter()
         with self._lock:
-            for state, count in self._open.values():
-                prompts[state, ""] += 1
-                tokens[state, ""] += count
+            for entry in self._open.values():
+                prompts[entry.state, ""] += 1
+                tokens[entry.state, ""] += entry.tokens
             prompts.update(self._prompts)
             tokens.update(self._tokens)
-        order = {state: place for place, state in enumerate((*OPEN_STATES, *FINAL_STATES))}
+        if unfinished_tokens:
+            tokens["in_flight", UNFINISHED] += unfinished_tokens
         # A reason may hold tokens alone (`interrupted`), so the keys of both are needed.
-        keys = sorted(set(prompts) | set(tokens), key=lambda key: (order[key[0]], key[1]))
+        keys = sorted(set(prompts) | set(tokens), key=lambda key: (_STATES.index(key[0]), key[1]))
         return [LedgerRow(state, reason, prompts[state, reason], tokens[state, reason]) for state, reason in keys]
 
-    def totals(self) -> dict[str, dict[str, int]]:
-        """The rows by name (`waiting`, `dropped: rejected`, ...), for a summary file."""
-        return {row.name: {"prompts": row.prompts, "tokens": row.tokens} for row in self.rows()}
-
-    def table(self) -> str:
-        """The closing table as aligned text; its last line adds the others up."""
-        rows = self.rows()
-        lines = [(row.name, row.prompts, row.tokens) for row in rows]
-        lines.append(("total", sum(row.prompts for row in rows), sum(row.tokens for row in rows)))
-        header = f"{'state':<26}{'prompts':>12}{'tokens':>14}"
-        return "\n".join([header, *(f"{name:<26}{prompts:>12,}{tokens:>14,}" for name, prompts, tokens in lines)])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain Python, loadable with `weights_only=True`."""
+    def state_dict(self, unfinished_tokens: int = 0) -> dict[str, Any]:
+        """Plain Python, loadable with `weights_only=True`; `unfinished_tokens` will not be there after a resume."""
         with self._lock:
             return {
-                "open": [(group_id, state, count) for group_id, (state, count) in self._open.items()],
+                "open": [
+                    (group_id, entry.state, entry.tokens, _plain(entry.dispatched), _plain(entry.outcome))
+                    for group_id, entry in self._open.items()
+                ],
                 "settled": [
                     (state, reason, self._prompts[state, reason], self._tokens[state, reason])
                     for state, reason in set(self._prompts) | set(self._tokens)
                 ],
+                "unfinished_tokens": unfinished_tokens,
                 "num_dispatched": self._num_dispatched,
+                "bias": self.bias.state_dict(),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved account.
 
-        Prompts that were in flight or scoring stay open: they are dispatched again. Their tokens are lost and counted as
+        Prompts that were in flight or scoring are pending: they are dispatched again. Their tokens are lost and counted as
         dropped for the reason `interrupted`.
         """
         with self._lock:
             self._num_dispatched = state["num_dispatched"]
             self._prompts = Counter({(name, reason): prompts for name, reason, prompts, _ in state["settled"]})
             self._tokens = Counter({(name, reason): tokens for name, reason, _, tokens in state["settled"]})
+            self.bias.load_state_dict(state["bias"])
             self._open = {}
-            for group_id, name, tokens in state["open"]:
-                lost = name in ("in_flight", "scoring")
-                self._open[group_id] = (name, 0 if lost else tokens)
-                if lost and tokens:
-                    self._tokens["dropped", INTERRUPTED] += tokens
+            lost_tokens = state["unfinished_tokens"]
+            for group_id, name, tokens, dispatched, outcome in state["open"]:
+                if name in ("pending", "in_flight", "scoring"):
+                    lost_tokens += tokens
+                    self._open[group_id] = _Entry("pending", 0)
+                    continue
+                entry = self._open[group_id] = _Entry(name, tokens)
+                entry.dispatched = GroupOutcome(*dispatched) if dispatched else None
+                entry.outcome = GroupOutcome(*outcome) if outcome else None
+            if lost_tokens:
+                self._tokens["dropped", INTERRUPTED] += lost_tokens
+
+
+def totals(rows: Iterable[LedgerRow]) -> dict[str, dict[str, int]]:
+    """The rows by name (`waiting`, `dropped: rejected`, ...), for a summary file."""
+    return {row.name: {"prompts": row.prompts, "tokens": row.tokens} for row in rows}
+
+
+def format_table(rows: Iterable[LedgerRow]) -> str:
+    """The closing table as aligned text; its last line adds the others up."""
+    lines = [(row.name, row.prompts, row.tokens) for row in rows]
+    lines.append(("total", sum(prompts for _, prompts, _ in lines), sum(tokens for _, _, tokens in lines)))
+    header = f"{'state':<26}{'prompts':>12}{'tokens':>14}{'tokens/prompt':>16}"
+    return "\n".join(
+        [
+            header,
+            *(
+                f"{name:<26}{prompts:>12,}{tokens:>14,}{f'{tokens / prompts:,.1f}' if prompts else '':>16}".rstrip()
+                for name, prompts, tokens in lines
+            ),
+        ]
+    )
+
+
+def _check(group_ids: int | list[int], state: str, reason: str | None) -> None:
+    if state not in _STATES:
+        raise PoolError(f"state must be one of {_STATES}, got {state!r} (group {group_ids}).")
+    if state == "dropped" and not reason:
+        raise PoolError(f"reason must be given for a dropped group, got {reason!r} (group {group_ids}). Name it.")
+
+
+def _plain(outcome: GroupOutcome | None) -> list[float] | None:
+    return list(outcome) if outcome is not None else None

@@ -2,50 +2,61 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
+import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from lit_asyncrl.algorithm.staleness import (
     ForgettingScore,
+    absolute_scores,
     effective_staleness,
     generation_staleness,
-    group_means,
     members_to_reject,
     percentile_scores,
     prefix_forgetting,
-    prefix_mask,
     rejection_budget,
 )
-from lit_asyncrl.errors import ConfigurationError
-from lit_asyncrl.pool.sampler import StalenessSampler
+from lit_asyncrl.pool.ranking import RankingSampler
+
+Scale = Literal["percentile", "absolute"]
+Unit = Literal["group", "trajectory"]
+
+MIN_MEMBERS = 2
+"""Fewest members with which a group that lost others goes on: one alone is its own baseline."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    """What ranking needs of a waiting group; fixed when it is completed."""
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Members of the slots that were scored: [N] each, slot after slot."""
 
-    group_id: int
-    completed_version: int
-    start_version: int
-    generation: Tensor  # [G] float64 updates
-    has_prefix: bool
+    slots: np.ndarray  # [N] int64, of each member
+    member: Tensor  # [N] int64, index within its group
+    start_version: Tensor  # [N] int64
+    added: Tensor  # [N] float64 updates: effective less waiting staleness
+    informative: bool
 
 
-class PaceSampler(StalenessSampler):
+class PaceSampler(RankingSampler):
     """Rejects the stalest groups of a pool that holds more than its target, and takes the rest in order of completion.
 
     Once per batch taken, the pool's excess over its target is smoothed into a rejection share. Groups are ranked by the mean
-    over their members of waiting staleness + percentile(forgetting)^gamma * generation staleness, and the highest are rejected,
-    never so many that the next batch is short. Ties: the older start version is rejected first, then the lower `group_id`.
-    A prefix that was not scored counts as not forgotten.
+    over their members of waiting staleness + weight * generation staleness, where the weight says how far the current policy has
+    forgotten the part of a response that older weights sampled. The highest are rejected, never so many that the next batch is
+    short. Ties: the older start version is rejected first, then the lower `group_id`. A prefix that was not scored counts as not
+    forgotten. If the scores tell nothing (all prefixes forgotten alike; with the scale `absolute`, none forgotten), waiting
+    staleness alone ranks, and of those that waited alike the first completed is rejected first: by start version or id, long
+    responses would be (5 % shorter trained responses in the simulator, against under 1 %).
 
     Entries are TensorDicts with `group_id` and `completed_version` (integers), `lengths` [G], `token_versions` [L] (-1 where
-    not sampled), and `behavior_logprobs` [L]; see `TrajectoryGroup`.
+    not sampled), and `behavior_logprobs` [L]; see `TrajectoryGroup`. With the unit `trajectory`, entries that lose members are
+    rewritten: tensors of length L and of length G lose those members' rows.
 
     Args:
         gamma: exponent on the percentile of prefix forgetting: the higher, the fewer interrupted responses count as stale.
@@ -53,13 +64,17 @@ class PaceSampler(StalenessSampler):
         target_occupancy: groups that should be waiting when a batch is taken; None: one batch.
         forgetting: how log-prob drift over a prefix is summed up: its mean (`signed`), mean size (`abs`), mean positive part
             (`pos`), or the mean of the k3 estimator of the KL divergence (`k3`).
+        scale: the weight is the forgetting's `percentile` in the pool to the power gamma, or its `absolute` size,
+            1 - exp(-max(forgetting, 0)), whatever the others and gamma.
+        unit: what is ranked and rejected: whole groups, or single trajectories, whose groups go on without them (and leave when
+            fewer than two members remain). The budget is then counted in trajectories.
 
     Raises:
         ConfigurationError: an argument is out of its range.
 
     Source: PACE (arXiv 2609.36830), known through its abstract and a public digest. gamma = 4, the smoothed excess and the
     percentile are the digest's. Ours: beta = 0.2, a target of one batch, the group as unit, ties, one decision per batch taken,
-    first-in-first-out among survivors, sign and aggregation of the forgetting score.
+    first-in-first-out among survivors, sign and aggregation of the forgetting score, the absolute scale.
     """
 
     def __init__(
@@ -68,127 +83,169 @@ class PaceSampler(StalenessSampler):
         ema_beta: float = 0.2,
         target_occupancy: float | None = None,
         forgetting: ForgettingScore = "signed",
+        scale: Scale = "percentile",
+        unit: Unit = "group",
     ) -> None:
-        super().__init__()
-        if not gamma > 0:
-            raise ConfigurationError(f"data.sampler.gamma must be above 0, got {gamma}. The paper's value is 4.")
-        if not 0 < ema_beta <= 1:
-            raise ConfigurationError(f"data.sampler.ema_beta must be in (0, 1], got {ema_beta}. 1 does not smooth.")
-        if target_occupancy is not None and not target_occupancy > 0:
-            raise ConfigurationError(
-                f"data.sampler.target_occupancy must be above 0 groups, got {target_occupancy}. Leave it out for one batch."
-            )
         self.gamma = gamma
-        self.ema_beta = ema_beta
-        self.target_occupancy = target_occupancy
+        super().__init__(ema_beta, target_occupancy)
         self.forgetting: ForgettingScore = forgetting
-        self.rejection_ema = 0.0
-        self._entries: dict[int, _Entry] = {}  # of slots that were ever ranked
-        self._plan: list[int] | None = None  # slots to rank; None: no plan made
-        self._budget = 0
-        self._scored: dict[int, Tensor] = {}  # slot -> forgetting of its members, [G]
+        self.scale: Scale = scale
+        self.unit: Unit = unit
+        self.splits_groups = unit == "trajectory"
+        self._scores: _Scores | None = None
+
+    def _problems(self) -> list[str]:
+        return [] if self.gamma > 0 else [f"data.sampler.gamma must be above 0, got {self.gamma}. The paper's value is 4."]
+
+    # --- deciding -------------------------------------------------------------------------------------------------------
 
     def plan(self, storage: Storage, batch_size: int) -> list[int]:
         """Smooth the excess, fix the budget, and name the slots with a prefix if the budget is above 0."""
-        target = float(batch_size) if self.target_occupancy is None else self.target_occupancy
-        self._budget, self.rejection_ema = rejection_budget(
-            len(self._waiting), target, batch_size, self.rejection_ema, self.ema_beta
-        )
-        self._plan = self.waiting if self._budget else []
-        self._scored = {}
-        self._read_entries(storage, self._plan)
-        return [slot for slot in self._plan if self._entries[slot].has_prefix]
+        super().plan(storage, batch_size)
+        self._scores = None
+        slots = np.fromiter(self._plan or (), dtype=np.int64)
+        return slots[self._facts.start_version[slots] < self._facts.completed_version[slots]].tolist()
+
+    def _new_budget(self, storage: Storage, batch_size: int) -> tuple[int, float]:
+        if self.unit == "group" or not self._waiting:
+            return super()._new_budget(storage, batch_size)
+        self._read_unknown(storage)
+        groups = len(self._waiting)
+        members = int(self._facts.num_members[self._waiting_slots()].sum())
+        target = batch_size if self.target_occupancy is None else self.target_occupancy
+        batch = math.ceil(batch_size * members / groups)
+        return rejection_budget(members, target * members / groups, batch, self.rejection_ema, self.ema_beta)
 
     def score(self, storage: Storage, slots: Sequence[int], logprobs: Sequence[Tensor]) -> None:
-        """Turn the log-probs of planned slots into forgetting scores."""
-        if not slots:
+        """Turn the log-probs of planned slots into forgetting scores; slots that have left meanwhile are passed over."""
+        planned = self._plan or {}
+        kept = [(slot, values) for slot, values in zip(slots, logprobs, strict=True) if slot in planned]
+        if not kept:
             return
-        records = [storage.get(slot) for slot in slots]
-        lengths = [record["lengths"] for record in records]
-        sizes = [part.numel() for part in lengths]
-        completed = torch.tensor([self._entries[slot].completed_version for slot in slots])
-        scores = prefix_forgetting(
-            torch.cat(list(logprobs)),
+        records = [storage.get(slot) for slot, _ in kept]
+        lengths = torch.cat([record["lengths"] for record in records])
+        sizes = torch.tensor([record["lengths"].numel() for record in records])
+        of_slot = torch.tensor([slot for slot, _ in kept]).repeat_interleave(sizes)
+        completed = torch.from_numpy(self._facts.completed_version[of_slot.numpy()])
+        versions = torch.cat([record["token_versions"] for record in records])
+        forgetting = prefix_forgetting(
+            torch.cat([values for _, values in kept]),
             torch.cat([record["behavior_logprobs"] for record in records]),
-            torch.cat([record["token_versions"] for record in records]),
-            torch.cat(lengths),
-            completed.repeat_interleave(torch.tensor(sizes)),
+            versions,
+            lengths,
+            completed,
             self.forgetting,
         )
-        self._scored.update(zip(slots, scores.split(sizes), strict=True))
-
-    def _reject(self, storage: Storage, batch_size: int) -> list[int]:
-        if self._plan is None:
-            self.plan(storage, batch_size)
-        candidates, budget = self._plan or [], self._budget
-        self._plan, self._budget = None, 0
-        if not budget:
-            return []
-        entries = [self._entries[slot] for slot in candidates]
-        sizes = torch.tensor([entry.generation.numel() for entry in entries])
-        forgetting = torch.full((int(sizes.sum()),), torch.nan, dtype=torch.float64)
-        if self._scored:
-            known = torch.tensor([slot in self._scored for slot in candidates])
-            forgetting[known.repeat_interleave(sizes)] = torch.cat([self._scored[s] for s in candidates if s in self._scored])
-        group_index = torch.repeat_interleave(sizes)
-        waiting = torch.tensor([self.policy_version - entry.completed_version for entry in entries])
-        staleness = effective_staleness(
-            waiting[group_index],
-            torch.cat([entry.generation for entry in entries]),
-            percentile_scores(forgetting),
-            self.gamma,
-        )
-        order = members_to_reject(
-            group_means(staleness, group_index, len(entries)),
-            torch.tensor([entry.start_version for entry in entries]),
-            torch.tensor([entry.group_id for entry in entries]),
-            budget,
-        )
-        return [candidates[i] for i in order.tolist()]
-
-    def _read_entries(self, storage: Storage, slots: Sequence[int]) -> None:
-        """Read what ranking needs of the slots that were not read before, all at once."""
-        new = [slot for slot in slots if slot not in self._entries]
-        if not new:
-            return
-        records = [storage.get(slot) for slot in new]
-        sizes = torch.tensor([record["lengths"].numel() for record in records])
-        lengths = torch.cat([record["lengths"] for record in records])
-        versions = torch.cat([record["token_versions"] for record in records])
-        completed = torch.stack([record["completed_version"] for record in records]).long()
-        per_member = completed.repeat_interleave(sizes)
-        generation = generation_staleness(versions, lengths, per_member).split(sizes.tolist())
-        group_of_token = torch.repeat_interleave(torch.repeat_interleave(sizes), lengths)
-        # Tokens that were not sampled (version -1) must not count as the oldest.
+        first = torch.cumsum(sizes, 0) - sizes
+        member = torch.arange(int(sizes.sum())) - first.repeat_interleave(sizes)
         sampled = torch.where(versions >= 0, versions.long(), torch.iinfo(torch.int64).max)
-        start = completed.scatter_reduce(0, group_of_token, sampled, "amin").tolist()
-        has_prefix = torch.zeros(len(new), dtype=torch.bool)
-        has_prefix[group_of_token[prefix_mask(versions, lengths, per_member)]] = True
-        ids = torch.stack([record["group_id"] for record in records]).tolist()
-        for i, (slot, version, prefix) in enumerate(zip(new, completed.tolist(), has_prefix.tolist(), strict=True)):
-            self._entries[slot] = _Entry(ids[i], version, start[i], generation[i], prefix)
+        start = completed.scatter_reduce(0, torch.repeat_interleave(lengths), sampled, "amin")
+        generation = generation_staleness(versions, lengths, completed)
+        drift = forgetting[~forgetting.isnan()]
+        if not drift.numel():
+            return
+        self._statistics["prefix_forgetting_mean"] = float(drift.mean())
+        if self.scale == "absolute":
+            scores, gamma = absolute_scores(forgetting), 1.0
+            informative = bool((scores > 0).any())
+        else:
+            scores, gamma = percentile_scores(forgetting), self.gamma
+            informative = bool((drift != drift[0]).any())
+        added = effective_staleness(torch.zeros_like(generation), generation, scores, gamma)
+        self._scores = _Scores(of_slot.numpy(), member, start, added, informative)
 
-    def add(self, index: int) -> None:
-        """Called by the buffer: slot `index` was written."""
-        super().add(index)
-        self._entries.pop(int(index), None)
+    def _rank(
+        self, storage: Storage, candidates: np.ndarray, budget: int, batch_size: int
+    ) -> tuple[list[int], dict[int, Tensor]]:
+        try:
+            if self.unit == "group":
+                return super()._rank(storage, candidates, budget, batch_size)
+            return self._rank_members(storage, candidates, budget, batch_size)
+        finally:
+            self._scores = None
 
-    def discard(self, slots: Sequence[int]) -> None:
-        """Take slots out of the queue."""
-        super().discard(slots)
-        for slot in slots:
-            self._entries.pop(slot, None)
+    def _staleness(self, slots: np.ndarray) -> Tensor:
+        """Mean effective staleness of each slot's members: its waiting staleness plus what its scored members add."""
+        staleness = self._waiting_updates(slots)
+        place, added, _ = self._added(slots)
+        sizes = self._column("num_members", slots)
+        return staleness.index_add_(0, place, added / sizes[place])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain Python; a plan that was not carried out is not part of it."""
-        return {**super().state_dict(), "rejection_ema": self.rejection_ema}
+    def _added(self, slots: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Of scored members of these slots: the slot's position [N], the staleness added to waiting [N], and which these are."""
+        scores = self._scores
+        if scores is None or not scores.informative:
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return nothing, nothing.double(), nothing
+        place_of = np.full(self._facts.group_id.size, -1, dtype=np.int64)
+        place_of[slots] = np.arange(slots.size)
+        place = torch.from_numpy(place_of[scores.slots])
+        here = (place >= 0).nonzero()[:, 0]  # a slot may have left after it was scored
+        return place[here], scores.added[here], here
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Undo `state_dict`."""
-        super().load_state_dict(state_dict)
-        self.rejection_ema = state_dict["rejection_ema"]
+    def _tie_breakers(self, slots: np.ndarray) -> tuple[Tensor, Tensor]:
+        if self._scores is None or self._scores.informative:
+            return super()._tie_breakers(slots)
+        order = torch.arange(slots.size)  # slots come in order of completion
+        return order, order
+
+    # --- trajectories as unit -------------------------------------------------------------------------------------------
+
+    def _rank_members(
+        self, storage: Storage, candidates: np.ndarray, budget: int, batch_size: int
+    ) -> tuple[list[int], dict[int, Tensor]]:
+        """Reject the stalest members; a group that is left with too few leaves whole, as long as a batch of groups remains."""
+        sizes = self._column("num_members", candidates)
+        group = torch.repeat_interleave(sizes)
+        first = torch.cumsum(sizes, 0) - sizes
+        staleness = self._waiting_updates(candidates)[group]
+        start, ids = (column[group] for column in self._tie_breakers(candidates))
+        place, added, here = self._added(candidates)
+        if self._scores is not None and self._scores.informative:
+            flat = first[place] + self._scores.member[here]
+            staleness[flat] += added
+            start[flat] = self._scores.start_version[here]
+        order = members_to_reject(staleness, start, ids, len(staleness))
+        self._note(staleness)
+
+        keep = torch.ones(len(staleness), dtype=torch.bool)
+        left, removable = sizes.tolist(), len(self._waiting) - batch_size
+        gone: list[int] = []
+        for flat_index, of in zip(order.tolist(), group[order].tolist(), strict=True):
+            if budget < 1:
+                break
+            if left[of] == 0:  # its group has left
+                continue
+            if left[of] - 1 >= MIN_MEMBERS:
+                left[of] -= 1
+                keep[flat_index] = False
+                budget -= 1
+            elif removable > 0:
+                budget -= left[of]
+                left[of] = 0
+                gone.append(of)
+                removable -= 1
+        kept = {}
+        for slot, mask, remaining in zip(candidates.tolist(), keep.split(sizes.tolist()), left, strict=True):
+            if remaining and not bool(mask.all()):
+                storage.set(slot, _reduce(storage.get(slot), mask))
+                self._facts.forget(slot)
+                kept[slot] = mask
+        return candidates[gone].tolist(), kept
 
     def _empty(self) -> None:
         super()._empty()
-        self._entries.clear()
-        self._plan, self._budget, self._scored = None, 0, {}
+        self._scores = None
+
+
+def _reduce(entry: TensorDictBase, members: Tensor) -> TensorDictBase:
+    """The entry with some `members` ([G] bool) only."""
+    lengths = entry["lengths"]
+    tokens = torch.repeat_interleave(members, lengths)
+    reduced = entry.copy()
+    for key, value in entry.items():
+        if value.ndim and value.shape[0] == tokens.numel():  # if L = G, both masks are the same
+            reduced[key] = value[tokens]
+        elif value.ndim and value.shape[0] == members.numel():
+            reduced[key] = value[members]
+    return reduced

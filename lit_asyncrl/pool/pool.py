@@ -9,27 +9,32 @@ One lock guards everything; re-scoring under the policy runs outside it, so that
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tensordict import TensorDictBase
-from torchrl.data import LazyStackStorage, ReplayBuffer
+import torch
+from torch import Tensor
 
 from lit_asyncrl.errors import CheckpointError, PoolError, WaitTimeoutError
 from lit_asyncrl.interfaces import PrefixScorer
 from lit_asyncrl.pool.admission import admission_limit
-from lit_asyncrl.pool.ages import AgeMeasure, GroupAges, score_prefixes
-from lit_asyncrl.pool.ledger import Ledger
-from lit_asyncrl.pool.records import GroupCodec, TakenGroup, check_group, pack, unpack
+from lit_asyncrl.pool.facts import AgeMeasure, inspect_group
+from lit_asyncrl.pool.ledger import UNPROVED, Ledger
+from lit_asyncrl.pool.records import TakenGroup
+from lit_asyncrl.pool.rescoring import score_prefixes
 from lit_asyncrl.pool.sampler import StalenessSampler
-from lit_asyncrl.pool.writer import FreeSlotWriter
+from lit_asyncrl.pool.snapshot import pack, unpack
+from lit_asyncrl.pool.waiting import WaitingGroups
 from lit_asyncrl.supervisor import Supervisor
-from lit_asyncrl.types import TrajectoryGroup
+from lit_asyncrl.types import GroupOutcome, TrajectoryGroup
 
 ADMISSION_WAITER = "rollout worker"
 BATCH_WAITER = "trainer (batch)"
 """Names under which `Supervisor.waited_s` accounts the two waits of the pool."""
+
+MAX_RECORDED = 4096
+"""Staleness of newly completed groups is kept, for histograms, of this many."""
 
 
 class TrajectoryPool:
@@ -67,24 +72,30 @@ class TrajectoryPool:
         publish_lag: int = 0,
         supervisor: Supervisor,
     ) -> None:
+        self.limit = admission_limit(
+            batch_groups,
+            max_policy_age,
+            capacity_groups,
+            publish_lag,
+            target_occupancy=sampler.target_occupancy,
+            measures_mean=age_measure == "mean",
+            splits_groups=sampler.splits_groups,
+        )
         self.batch_groups = batch_groups
         self.sampler = sampler
         self.max_policy_age = max_policy_age
-        self.age_measure = age_measure
-        self.limit = admission_limit(batch_groups, max_policy_age, capacity_groups, publish_lag, sampler.target_occupancy)
+        self.age_measure: AgeMeasure = age_measure
         self.ledger = Ledger()
         self._supervisor = supervisor
         self._changed = threading.Condition()  # re-entrant: a method may call another one
-        storage = LazyStackStorage(self.limit)
-        self._buffer = ReplayBuffer(storage=storage, sampler=sampler, writer=FreeSlotWriter(sampler), batch_size=batch_groups)
-        self._codec = GroupCodec()
+        self._waiting = WaitingGroups(sampler, self.limit, batch_groups, max_policy_age, age_measure)
         self._policy_version = 0
         self._open = False
         self._reserved = 0
-        self._waiting: dict[int, GroupAges] = {}  # by slot
-        # group_id -> version it was taken at, and its record until the update has been applied
-        self._in_training: dict[int, tuple[int, TensorDictBase | None]] = {}
+        self._in_training: dict[int, int] = {}  # group_id -> version it was taken at, rising
+        self._untrained: dict[int, TrajectoryGroup] = {}  # of those, whose update was not applied yet
         self._dropped: Counter[str] = Counter()
+        self._completed: deque[tuple[float, float]] = deque(maxlen=MAX_RECORDED)
 
     # --- admission: the rollout worker ----------------------------------------------------------------------------------
 
@@ -107,7 +118,7 @@ class TrajectoryPool:
 
         Args:
             max_groups: most groups the caller can use.
-            timeout_s: seconds to wait for the first one.
+            timeout_s: seconds to wait for the first one; 0 only looks.
 
         Returns:
             How many groups were admitted; 0 if none could be within `timeout_s`.
@@ -116,15 +127,7 @@ class TrajectoryPool:
             StopRequested: or the first fault of another part.
         """
         with self._changed:
-            try:
-                self._supervisor.wait_for(
-                    self._changed,
-                    lambda: self._open and self._outstanding < self.limit,
-                    timeout_s=timeout_s,
-                    who=ADMISSION_WAITER,
-                    what="room in the pool",
-                )
-            except WaitTimeoutError:
+            if not self._wait(lambda: self._open and self._outstanding < self.limit, timeout_s, ADMISSION_WAITER, _room):
                 return 0
             granted = min(max_groups, self.limit - self._outstanding)
             self._reserved += granted
@@ -138,9 +141,17 @@ class TrajectoryPool:
             self._reserved -= num_groups
             self._changed.notify_all()
 
-    def record(self, group_id: int, state: str, *, tokens: int = 0, reason: str | None = None) -> None:
+    def record(
+        self,
+        group_id: int,
+        state: str,
+        *,
+        tokens: int | None = None,
+        reason: str | None = None,
+        outcome: GroupOutcome | None = None,
+    ) -> None:
         """Tell the ledger what became of a group outside the pool (`in_flight`, `scoring`, `dropped`, `failed`)."""
-        self.ledger.move(group_id, state, tokens, reason)
+        self.ledger.move(group_id, state, tokens, reason, outcome)
 
     def add(self, group: TrajectoryGroup) -> None:
         """Take over a finished group under one reservation, which it uses up in any case.
@@ -154,35 +165,33 @@ class TrajectoryPool:
         """
         fault: PoolError | None = None
         try:
-            check_group(group, self._policy_version)
-            ages = GroupAges.of(group)
-            if ages.newest_version > group.completed_version:
-                group = replace(group, completed_version=ages.newest_version)
+            facts = inspect_group(group, self._policy_version)
         except PoolError as error:
             fault = error
         with self._changed:
-            self._use_reservation(group)
+            self._use_reservation(group.group_id)
             if fault is not None:
+                self._changed.notify_all()
                 self.ledger.move(group.group_id, "scoring")
                 self.ledger.move(group.group_id, "failed", reason="malformed")
                 raise fault
-            self.ledger.move(group.group_id, "waiting", tokens=ages.num_sampled)
-            if ages.exceeds(self.max_policy_age, self.age_measure, self._policy_version):
-                self._drop(ages, "over_age")
+            self.ledger.move(group.group_id, "waiting", facts.num_sampled, None, facts.outcome)
+            self._completed.append((facts.generation, self._policy_version - facts.completed_version))
+            if self._waiting.last_version(facts) < self._policy_version:
+                self._drop([facts.group_id], "over_age")
+                self._changed.notify_all()
             else:
-                self._store(group, ages)
+                self._waiting.add(group, facts)
+                if len(self._waiting) == self.batch_groups:  # with fewer nobody can go on, with more nobody waits
+                    self._changed.notify_all()
 
-    def _store(self, group: TrajectoryGroup, ages: GroupAges) -> None:
-        self._waiting[self._buffer.add(self._codec.encode(group))] = ages
-
-    def _use_reservation(self, group: TrajectoryGroup) -> None:
+    def _use_reservation(self, group_id: int) -> None:
         """End one reservation; refuse a group that has none or that is here already."""
         if self._reserved < 1:
-            raise PoolError(f"add must follow reserve, got no reservation (group {group.group_id}). Reserve before generating.")
+            raise PoolError(f"add must follow reserve, got no reservation (group {group_id}). Reserve before generating.")
         self._reserved -= 1
-        self._changed.notify_all()
-        if group.group_id in self._in_training or self.ledger.state_of(group.group_id) == "waiting":
-            raise PoolError(f"group_id must be unique, got {group.group_id} again. Each dispatch of a prompt needs a new id.")
+        if group_id in self._waiting or group_id in self._in_training:
+            raise PoolError(f"group_id must be unique, got {group_id} again. Each dispatch of a prompt needs a new id.")
 
     # --- the trainer ----------------------------------------------------------------------------------------------------
 
@@ -193,21 +202,21 @@ class TrajectoryPool:
         """
         with self._changed:
             self._policy_version = self.sampler.policy_version = policy_version
-            for group_id, (taken_at, record) in self._in_training.items():
-                if record is not None and taken_at < policy_version:
-                    self._in_training[group_id] = (taken_at, None)
-                    self.ledger.move(group_id, "trained")
-            self._drop_over_age()
+            trained = [group_id for group_id in self._untrained if self._in_training[group_id] < policy_version]
+            for group_id in trained:
+                del self._untrained[group_id]
+            self.ledger.move_all(trained, "trained")
+            self._drop(self._waiting.remove_over_age(policy_version), "over_age")
             self._changed.notify_all()
 
     def take(self, policy_version: int, scorer: PrefixScorer | None, timeout_s: float) -> list[TakenGroup]:
-        """The next batch: waits for `batch_groups` groups, rejects what the sampler says, and takes the oldest arrivals.
+        """The next batch: waits for `batch_groups` groups, rejects what the sampler says, and takes what it chooses.
 
         Args:
             policy_version: the trainer's.
             scorer: scores prefixes for the sampler, outside the pool's lock, and only if something is to be rejected; None:
                 prefixes count as not forgotten.
-            timeout_s: seconds to wait.
+            timeout_s: seconds to wait; 0 only looks.
 
         Returns:
             Exactly `batch_groups` groups, in order of completion.
@@ -217,71 +226,90 @@ class TrajectoryPool:
             StopRequested: or the first fault of another part.
         """
         self.set_policy_version(policy_version)
-        storage = self._buffer.storage
         with self._changed:
             self._wait_for_batch(timeout_s)
-            slots = self.sampler.plan(storage, self.batch_groups) if scorer is not None else []
-            groups = [self._codec.decode(storage.get(slot)) for slot in slots]
+            slots = self._waiting.plan()
+            groups = self._waiting.groups(slots) if scorer is not None else []
         scored = score_prefixes(groups, scorer) if scorer is not None and groups else []
         with self._changed:
-            self.sampler.score(storage, slots, [logprobs for logprobs, _ in scored])
+            self._wait_for_batch(timeout_s)  # a group may have failed meanwhile
+            self._waiting.score(slots if scored else (), [logprobs for logprobs, _ in scored])
             self.sampler.tokens_rescored += sum(num_tokens for _, num_tokens in scored)
-            complete = {
-                group.group_id: logprobs
-                for group, (logprobs, num_tokens) in zip(groups, scored, strict=True)
-                if num_tokens == group.num_sampled_tokens
-            }
-            batch, info = self._buffer.sample(return_info=True)
-            for slot in info["rejected"].tolist():
-                self._drop(self._waiting.pop(slot), "rejected")
-            for slot, record in zip(info["index"].tolist(), batch.unbind(0), strict=True):
-                group_id = self._waiting.pop(slot).group_id
-                self._in_training[group_id] = (policy_version, record)
-                self.ledger.move(group_id, "in_training")
-            taken = [self._codec.decode(record) for record in batch.unbind(0)]
+            taken, rejected, reduced = self._waiting.take(policy_version)
+            self._drop(rejected, "rejected")
+            for before, after in reduced:
+                self.ledger.remove_members(after.group_id, before.num_sampled - after.num_sampled, "rejected", after.outcome)
+            self.ledger.move_all([group.group_id for group in taken], "in_training")
+            for group in taken:
+                self._in_training[group.group_id] = policy_version
+                self._untrained[group.group_id] = group
             self._changed.notify_all()
+        complete = {
+            group.group_id: logprobs
+            for group, (logprobs, num_tokens) in zip(groups, scored, strict=True)
+            if num_tokens == group.num_sampled_tokens
+        }
+        for _, after in reduced:  # the log-probs are of more members than it has
+            complete.pop(after.group_id, None)
         return [TakenGroup(group, complete.get(group.group_id)) for group in taken]
 
     def delivered(self, policy_version: int) -> None:
         """The weights of `policy_version` are served: groups taken before it make room for new ones."""
         with self._changed:
-            for group_id in [key for key, (taken_at, _) in self._in_training.items() if taken_at < policy_version]:
-                _, record = self._in_training.pop(group_id)
-                if record is not None:  # `set_policy_version` was not told of the update
-                    self.ledger.move(group_id, "trained")
+            done = [group_id for group_id, taken_at in self._in_training.items() if taken_at < policy_version]
+            for group_id in done:
+                del self._in_training[group_id]
+            # `set_policy_version` may not have been told of the update.
+            self.ledger.move_all([group_id for group_id in done if self._untrained.pop(group_id, None)], "trained")
             self._changed.notify_all()
 
     def settle_skipped(self) -> None:
         """The groups just taken led to no update: they leave for the reason `skipped_update` and make room."""
         with self._changed:
-            for group_id in [key for key, (_, record) in self._in_training.items() if record is not None]:
+            for group_id in self._untrained:
                 del self._in_training[group_id]
-                self._dropped["skipped_update"] += 1
-                self.ledger.move(group_id, "dropped", reason="skipped_update")
+            self._drop(list(self._untrained), "skipped_update")
+            self._untrained.clear()
             self._changed.notify_all()
 
-    def _drop_over_age(self) -> None:
-        if self.max_policy_age is None:
-            return
-        bound = (self.max_policy_age, self.age_measure, self._policy_version)
-        over_age = [slot for slot, ages in self._waiting.items() if ages.exceeds(*bound)]
-        self.sampler.discard(over_age)
-        for slot in over_age:
-            self._drop(self._waiting.pop(slot), "over_age")
+    def fail_unproved(self, policy_version: int) -> int:
+        """The delivery of these weights could not be proved: waiting groups with a token of that version or newer fail.
+
+        Returns:
+            How many groups failed.
+        """
+        with self._changed:
+            doubtful = self._waiting.remove_newer(policy_version)
+            self.ledger.move_all(doubtful, "failed", UNPROVED)
+            self._changed.notify_all()
+            return len(doubtful)
+
+    def _drop(self, group_ids: Sequence[int], reason: str) -> None:
+        self._dropped[reason] += len(group_ids)
+        self.ledger.move_all(group_ids, "dropped", reason)
+
+    # --- waiting --------------------------------------------------------------------------------------------------------
 
     def _wait_for_batch(self, timeout_s: float) -> None:
-        places = f"{len(self._waiting)} waiting, {self._reserved} in flight or scoring, {len(self._in_training)} in training"
-        self._supervisor.wait_for(
-            self._changed,
-            lambda: len(self._waiting) >= self.batch_groups,
-            timeout_s=timeout_s,
-            who=BATCH_WAITER,
-            what=f"{self.batch_groups} groups in the pool (at the start of the wait: {places}; limit {self.limit})",
-        )
+        if not self._wait(lambda: len(self._waiting) >= self.batch_groups, timeout_s, BATCH_WAITER, self._missing):
+            raise WaitTimeoutError(f"{BATCH_WAITER} waited {timeout_s:.1f} s for {self._missing()}.")
 
-    def _drop(self, ages: GroupAges, reason: str) -> None:
-        self._dropped[reason] += 1
-        self.ledger.move(ages.group_id, "dropped", reason=reason)
+    def _missing(self) -> str:
+        places = f"{len(self._waiting)} waiting, {self._reserved} in flight or scoring, {len(self._in_training)} in training"
+        return f"{self.batch_groups} groups in the pool (at the start of the wait: {places}; limit {self.limit})"
+
+    def _wait(self, predicate: Callable[[], bool], timeout_s: float, who: str, what: Callable[[], str]) -> bool:
+        """Whether the predicate came true within `timeout_s`; the lock is held. Cheap where it holds, or no wait is wanted."""
+        self._supervisor.raise_if_stopping()
+        if predicate():
+            return True
+        if timeout_s <= 0:
+            return False
+        try:
+            self._supervisor.wait_for(self._changed, predicate, timeout_s=timeout_s, who=who, what=what())
+        except WaitTimeoutError:
+            return False
+        return True
 
     @property
     def _outstanding(self) -> int:
@@ -307,7 +335,7 @@ class TrajectoryPool:
         """Numbers for the log: groups per place, counts since the start, waiting times (seconds) since this process started."""
         with self._changed:
             return {
-                "waiting_groups": len(self._waiting),
+                "waiting_groups": len(self),
                 "reserved_groups": self._reserved,
                 "in_training_groups": len(self._in_training),
                 "rejection_ema": self.sampler.rejection_ema,
@@ -317,25 +345,36 @@ class TrajectoryPool:
                 "tokens_rescored": self.tokens_rescored,
                 "admission_wait_s": self._supervisor.waited_s(ADMISSION_WAITER),
                 "batch_wait_s": self._supervisor.waited_s(BATCH_WAITER),
+                **self.sampler.statistics(),
+                **self.ledger.bias.metrics(),
             }
 
-    def state_dict(self) -> dict[str, Any]:
+    def completed_staleness(self) -> dict[str, Tensor]:
+        """Staleness of the groups added since the last call, when they were complete ([N] updates each): for histograms."""
+        with self._changed:
+            rows = torch.tensor(list(self._completed), dtype=torch.float64).view(-1, 2)
+            self._completed.clear()
+        return {"completed_generation_staleness": rows[:, 0], "completed_waiting_staleness": rows[:, 1]}
+
+    def state_dict(self, unfinished_tokens: int = 0) -> dict[str, Any]:
         """One consistent snapshot as flat tensors and plain Python; loads with `torch.load(..., weights_only=True)`.
 
         Groups taken for an update that was not applied are in it, ahead of the waiting ones: none is lost.
+
+        Args:
+            unfinished_tokens: tokens of responses that the engine has not finished; they will be lost to a resumed run.
         """
         with self._changed:
-            storage = self._buffer.storage
-            records = [record for _, record in self._in_training.values() if record is not None]
-            records += [storage.get(slot) for slot in self._waiting]
-            groups = [self._codec.decode(record) for record in records]
+            untrained = list(self._untrained.values())
+            groups, facts = self._waiting.snapshot()
             state = {
                 "policy_version": self._policy_version,
                 "dropped": dict(self._dropped),
                 "sampler": self.sampler.state_dict(),
-                "ledger": self.ledger.state_dict(),
+                "ledger": self.ledger.state_dict(unfinished_tokens),
             }
-        return {**state, "groups": pack(groups)}
+        facts = [*(inspect_group(group, self._policy_version) for group in untrained), *facts]
+        return {**state, "groups": pack([*untrained, *groups], facts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict` in a pool from which nothing was taken yet. Reservations are not restored: prompts in flight are
@@ -344,20 +383,21 @@ class TrajectoryPool:
         Raises:
             CheckpointError: more groups were waiting than this pool holds.
         """
-        groups = unpack(state["groups"])
+        groups, facts = unpack(state["groups"])
         if len(groups) > self.limit:
             raise CheckpointError(
                 f"data.max_policy_age and data.capacity_groups must leave room for the {len(groups)} groups of the checkpoint, "
                 f"got room for {self.limit}. Resume with the settings of the run that wrote it."
             )
         with self._changed:
-            self._reserved, self._waiting, self._in_training = 0, {}, {}
-            self._policy_version = state["policy_version"]
+            self._reserved, self._in_training, self._untrained = 0, {}, {}
             self._dropped = Counter(state["dropped"])
             self.ledger.load_state_dict(state["ledger"])
             self.sampler.load_state_dict(state["sampler"])
-            self._buffer.empty()
-            for group in groups:
-                self.ledger.move(group.group_id, "waiting")
-                self._store(group, GroupAges.of(group))
-            self.set_policy_version(self._policy_version)
+            self._waiting.restore(groups, facts)
+            self.ledger.move_all([row.group_id for row in facts], "waiting")
+            self.set_policy_version(state["policy_version"])
+
+
+def _room() -> str:
+    return "room in the pool"

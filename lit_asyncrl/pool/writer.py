@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torchrl.data.replay_buffers.writers import Writer
 
-from lit_asyncrl.pool.sampler import StalenessSampler
+from lit_asyncrl.pool.sampler import StalenessSampler, slot_tensor
 
 
 class FreeSlotWriter(Writer):
@@ -34,18 +33,37 @@ class FreeSlotWriter(Writer):
         Raises:
             RuntimeError: every slot holds a waiting entry.
         """
-        slot = self._sampler.pop_free_slot()
-        if slot is None:
-            slot = len(self._storage)
-            if slot >= self._storage.max_size:
-                raise RuntimeError(f"The buffer is full: all of its {slot} entries are waiting.")
+        slot = self._next_slot(len(self._storage))
         self._storage.set(slot, data)
         self._write_count += 1
         return slot
 
     def extend(self, data: Sequence) -> Tensor:
-        """Store several entries and return their slots, [N] int64."""
-        return torch.tensor([self.add(entry) for entry in data], dtype=torch.int64)
+        """Store several entries and return their slots, [N] int64.
+
+        Raises:
+            RuntimeError: there are fewer slots than entries; none is stored.
+        """
+        end = len(self._storage)
+        room = self._sampler.num_free + self._storage.max_size - end
+        if len(data) > room:
+            raise RuntimeError(f"The buffer is full: it has room for {room} entries, not for {len(data)}.")
+        slots: list[int] = []
+        for _ in range(len(data)):
+            slots.append(self._next_slot(end))
+            end = max(end, slots[-1] + 1)
+        self._storage.set(slots, data)
+        self._write_count += len(slots)
+        return slot_tensor(slots)
+
+    def _next_slot(self, end: int) -> int:
+        """A slot that was given back, else the first one that was never written."""
+        slot = self._sampler.pop_free_slot()
+        if slot is None:
+            slot = end
+            if slot >= self._storage.max_size:
+                raise RuntimeError(f"The buffer is full: all of its {slot} entries are waiting.")
+        return slot
 
     def _empty(self, empty_write_count: bool = True) -> None:
         if empty_write_count:

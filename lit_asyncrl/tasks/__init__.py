@@ -6,7 +6,7 @@ from lit_asyncrl.tasks.digits import ReverseDigits, SortDigits
 from lit_asyncrl.tasks.jsonl import JsonlTask
 from lit_asyncrl.tasks.math_verify import MathVerify
 from lit_asyncrl.tasks.mixture import TaskMixture
-from lit_asyncrl.tasks.rewards import CharacterShare, ExactMatch, LastNumber, LengthPenalty
+from lit_asyncrl.tasks.rewards import CharacterShare, ExactMatch, LastNumber, LengthPenalty, OverlongPenalty
 from lit_asyncrl.tasks.runner import RewardRunner
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "LastNumber",
     "LengthPenalty",
     "MathVerify",
+    "OverlongPenalty",
     "ReverseDigits",
     "RewardRunner",
     "SortDigits",

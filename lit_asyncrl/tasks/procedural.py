@@ -54,6 +54,10 @@ class ProceduralTask(Task):
     def draw(self, rng: random.Random) -> tuple[str, Any]:
         """Draw a prompt and its answer, using no other source of randomness than `rng`."""
 
+    def present(self, prompt: str) -> str | list[dict[str, str]]:
+        """What the model is given for a prompt that was drawn: the text as it is, unless a task puts it into a chat message."""
+        return prompt
+
     @property
     def num_train(self) -> int:
         """Number of training examples: one epoch."""
@@ -86,7 +90,7 @@ class ProceduralTask(Task):
         for _ in range(MAX_DRAWS):
             prompt, answer = self.draw(rng)
             if is_heldout_prompt(prompt) == heldout:
-                return Example(prompt=prompt, answer=answer, task=self.name, index=index)
+                return Example(prompt=self.present(prompt), answer=answer, task=self.name, index=index)
         raise ConfigurationError(
             f"task {self.name} must have prompts for both splits, got none for split {split} in {MAX_DRAWS} draws "
             f"(one prompt in {HELDOUT_SHARE} is held out). Choose settings that allow more different prompts."

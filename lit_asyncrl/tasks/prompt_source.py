@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from lit_asyncrl.errors import ConfigurationError, DataError
 from lit_asyncrl.interfaces import Task
 from lit_asyncrl.types import Example, Prompt
+
+Refill = Literal["new_prompt", "same_prompt"]
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -73,8 +75,16 @@ def check_prompt_length(ids: Sequence[int], example: Example, *, max_new_tokens:
         )
 
 
+_Key = tuple[int, int, int, int]
+"""Identity of a dispatch: group id, index, epoch, attempt."""
+
+
 class PromptSource:
-    """Gives out prompts; the i-th prompt of a run is a function of the seed, whatever the timing.
+    """Gives out prompts; the i-th prompt of a run is a function of the seed, whatever the timing, while none is sent again.
+
+    What takes the place of a group that was dropped or failed is the `refill`: the next prompt of the split, so that the trained
+    prompts may differ from the split in what is dropped; or the same prompt, with other seeds and under another group id, until
+    it was sent `max_tries` times in its epoch, so that hard prompts are neither left out at once nor sent for ever.
 
     Args:
         task: what to draw from.
@@ -83,10 +93,21 @@ class PromptSource:
         max_new_tokens: response budget, for the length check.
         context: the model's context in tokens; None: unknown.
         max_epochs: passes through the training split; None: without end.
+        refill: what takes the place of a group that leaves untrained.
+        max_tries: how often a prompt is sent in an epoch, with the refill `same_prompt`.
     """
 
     def __init__(
-        self, task: Task, tokenizer: Any, *, seed: int, max_new_tokens: int, context: int | None, max_epochs: int | None = None
+        self,
+        task: Task,
+        tokenizer: Any,
+        *,
+        seed: int,
+        max_new_tokens: int,
+        context: int | None,
+        max_epochs: int | None = None,
+        refill: Refill = "new_prompt",
+        max_tries: int = 3,
     ) -> None:
         self._task = task
         self._tokenizer = tokenizer
@@ -96,7 +117,9 @@ class PromptSource:
         self._max_epochs = max_epochs
         self._position = 0
         self._next_group_id = 0
-        self._requeued: deque[tuple[int, int, int, int]] = deque()
+        self._requeued: deque[_Key] = deque()
+        self._tries = max_tries if refill == "same_prompt" else 1
+        self._unsettled: dict[int, _Key] = {}  # those that may have to be sent again, by group id
         self._lock = threading.Lock()
 
     def next_prompts(self, num_prompts: int) -> list[Prompt]:
@@ -108,14 +131,42 @@ class PromptSource:
                 if key is None:
                     break
                 prompts.append(self._make(*key))
+                if key[3] + 1 < self._tries:
+                    self._unsettled[key[0]] = key
             return prompts
 
-    def _next_key(self) -> tuple[int, int, int, int] | None:
+    def settle(self, group_id: int, *, trained: bool, on_retry: Callable[[int], None]) -> None:
+        """A group has reached its end; if it was not trained and may be tried again, its prompt is queued under a new group id.
+
+        Args:
+            group_id: of the group.
+            trained: whether it was trained.
+            on_retry: told the new group id before the prompt can be given out.
+        """
+        with self._lock:
+            key = self._unsettled.pop(group_id, None)
+            if key is None or trained:
+                return
+            _, index, epoch, attempt = key
+            on_retry(self._next_group_id)
+            self._requeued.append((self._next_group_id, index, epoch, attempt + 1))
+            self._next_group_id += 1
+
+    @property
+    def ended(self) -> bool:
+        """Whether no prompt is left to give; one that is sent again can undo it."""
+        with self._lock:
+            return not self._requeued and self._after_the_end()
+
+    def _after_the_end(self) -> bool:
+        return self._max_epochs is not None and self._position >= self._max_epochs * self._task.num_train
+
+    def _next_key(self) -> _Key | None:
         if self._requeued:
             return self._requeued.popleft()
-        epoch, index = divmod(self._position, self._task.num_train)
-        if self._max_epochs is not None and epoch >= self._max_epochs:
+        if self._after_the_end():
             return None
+        epoch, index = divmod(self._position, self._task.num_train)
         self._position += 1
         self._next_group_id += 1
         return self._next_group_id - 1, index, epoch, 0
@@ -137,7 +188,12 @@ class PromptSource:
         with self._lock:
             again = [[p.group_id, p.source_index, p.epoch, p.attempt] for p in outstanding]
             again += [[*key] for key in self._requeued]
-            return {"position": self._position, "next_group_id": self._next_group_id, "requeued": again}
+            return {
+                "position": self._position,
+                "next_group_id": self._next_group_id,
+                "requeued": again,
+                "unsettled": [[*key] for key in self._unsettled.values()],
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
@@ -145,3 +201,4 @@ class PromptSource:
             self._position = int(state["position"])
             self._next_group_id = int(state["next_group_id"])
             self._requeued = deque((int(g), int(i), int(e), int(a)) for g, i, e, a in state["requeued"])
+            self._unsettled = {int(g): (int(g), int(i), int(e), int(a)) for g, i, e, a in state["unsettled"]}

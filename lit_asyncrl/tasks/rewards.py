@@ -7,7 +7,7 @@ from decimal import Decimal
 
 from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.interfaces import RewardFn
-from lit_asyncrl.types import Example
+from lit_asyncrl.types import Example, Response
 
 _NUMBER = re.compile(r"(?:(?<![\d.])[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
@@ -95,6 +95,42 @@ class LengthPenalty(RewardFn):
     def __call__(self, completion: str, example: Example) -> float:
         """Measure the excess."""
         return -min(1.0, max(0, len(completion) - self.max_characters) / self.max_characters)
+
+
+class OverlongPenalty(RewardFn):
+    """Soft punishment of responses that come near their budget, by sampled tokens.
+
+    0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens, and -1 beyond.
+
+    Args:
+        max_tokens: length at which the whole penalty is due: the sampler's `max_new_tokens`.
+        buffer_tokens: length of the slope; in [1, max_tokens].
+        weight: factor in the weighted sum of the task's rewards.
+
+    Source: DAPO (arXiv 2503.14476), soft overlong punishment. It adds to the other rewards and thus to the spread of a group.
+    """
+
+    name = "overlong_penalty"
+
+    def __init__(self, max_tokens: int, buffer_tokens: int, weight: float = 1.0) -> None:
+        if not 1 <= buffer_tokens <= max_tokens:
+            raise ConfigurationError(
+                f"buffer_tokens must be at least 1 and at most max_tokens, got {buffer_tokens} (max_tokens {max_tokens}). "
+                "Set max_tokens to data.sampling.max_new_tokens and buffer_tokens to a part of it."
+            )
+        self.max_tokens = max_tokens
+        self.buffer_tokens = buffer_tokens
+        self.weight = weight
+
+    def __call__(self, completion: str, example: Example) -> float:
+        """Measure the excess.
+
+        Raises:
+            TypeError: the response does not know its number of tokens.
+        """
+        if not isinstance(completion, Response):
+            raise TypeError(f"completion must be a lit_asyncrl.types.Response, got {type(completion).__name__}")
+        return -min(1.0, max(0.0, (completion.num_tokens - self.max_tokens + self.buffer_tokens) / self.buffer_tokens))
 
 
 def last_number(text: str) -> Decimal | None:

@@ -49,8 +49,22 @@ def engine(folder: str, model: Any) -> Iterator[HFEngine]:
     engine.stop()
 
 
-def _started(mode: Any, folder: str, model: Any) -> HFEngine:
-    engine = HFEngine(mode=mode, num_slots=8)
+@pytest.fixture
+def start(folder: str, model: Any) -> Iterator[Callable[[str], HFEngine]]:
+    """Starts an engine with a policy for responses in flight."""
+    engines: list[HFEngine] = []
+
+    def started(in_flight: str) -> HFEngine:
+        engines.append(_started("process", folder, model, in_flight=in_flight))
+        return engines[-1]
+
+    yield started
+    for engine in engines:
+        engine.stop()
+
+
+def _started(mode: Any, folder: str, model: Any, **settings: Any) -> HFEngine:
+    engine = HFEngine(mode=mode, num_slots=8, **settings)
     engine.start(folder, eos_token_ids=tiny_models.EOS_IDS, probe_ids=tiny_models.PROBE_IDS, max_model_len=64)
     engine.begin_update(0, named_weights(model))
     engine.finish_update(10.0)
@@ -116,6 +130,40 @@ def test_evaluation_goes_on_while_training_is_paused(shared_engine: HFEngine):
     assert shared_engine.completions(0.05) == []
     shared_engine.resume()
     assert len(_drain(shared_engine.completions, 3)) == 3
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "restart"])
+def test_every_token_has_the_logprob_of_its_version_around_an_update(
+    start: Callable[[str], HFEngine], model: Any, in_flight: str
+):
+    engine = start(in_flight)
+    changed = type(model)(model.config)
+    changed.load_state_dict({name: tensor * 1.1 for name, tensor in model.state_dict().items()})
+    requests = _requests(400)
+    engine.submit(requests)
+    early = engine.completions(10.0)  # responses are in flight, and requests wait for a slot
+    engine.begin_update(1, named_weights(changed))
+    engine.finish_update(10.0)
+    completions = [*early, *_drain(engine.completions, 400 - len(early))]
+    versions = {tuple(sorted(set(completion.token_versions))) for completion in completions}
+    assert versions == ({(0,), (1,)} if in_flight == "wait" else {(0,), (0, 1), (1,)})
+    for completion in completions:
+        prompt = requests[completion.request_id].prompt_ids
+        plain = [tiny_models.token_logprobs(m, prompt, completion.token_ids) for m in (model, changed.eval())]
+        expected = torch.stack([plain[version][t] for t, version in enumerate(completion.token_versions)])
+        torch.testing.assert_close(torch.tensor(completion.behavior_logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_an_update_that_waits_does_not_wait_for_paused_responses(start: Callable[[str], HFEngine], model: Any):
+    engine = start("wait")
+    engine.submit(_requests(400))
+    early = engine.completions(10.0)
+    engine.pause()
+    engine.begin_update(1, named_weights(model))
+    assert engine.finish_update(10.0).version == 1
+    engine.resume()
+    completions = [*early, *_drain(engine.completions, 400 - len(early))]
+    assert {version for completion in completions for version in completion.token_versions} == {0, 1}
 
 
 def test_a_transport_that_acknowledges_without_writing_is_caught_by_the_probe(

@@ -13,8 +13,8 @@ import torch
 from policies import PACKAGED
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lit_asyncrl.checkpoints import read_checkpoint
 from lit_asyncrl.cli import main, run
-from lit_asyncrl.module import read_checkpoint
 from lit_asyncrl.policy import load_model, load_tokenizer
 
 MAX_STEPS = 6

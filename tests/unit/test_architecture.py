@@ -20,12 +20,13 @@ LAYERS = (
     {"interfaces", "supervisor", "policy"},
     {"algorithm"},
     {"tasks", "generation", "pool"},
-    {"evaluation"},
-    {"module", "datamodule", "loaders", "callbacks"},
+    {"evaluation", "simulation"},
+    {"module", "checkpoints", "checks", "datamodule", "loaders", "callbacks"},
+    {"planning"},
     {"cli"},
 )
 SIBLINGS = ("tasks", "generation", "pool")
-LIGHTNING_OWNERS = {"module", "datamodule", "callbacks", "cli"}
+LIGHTNING_OWNERS = {"module", "datamodule", "callbacks", "planning", "cli"}
 
 
 def _sources() -> list[Path]:

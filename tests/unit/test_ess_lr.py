@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -11,6 +12,7 @@ from policies import save_policy
 from runs import inline_rollout, make_data, make_module, make_trainer
 
 from lit_asyncrl.callbacks import EssLrScale
+from lit_asyncrl.callbacks.step_rate import StepRateCallback, scale_rate
 from lit_asyncrl.errors import ConfigurationError
 
 BASE = 0.1
@@ -37,10 +39,10 @@ class RecordingSGD(torch.optim.SGD):
 
 
 class FixedEss(pl.Callback):
-    """Gives every update the ESS ratio 2/3, before EssLrScale reads it."""
+    """Gives every update the weights 1, 1 and 4, whose ESS ratio is 2/3, before EssLrScale reads them."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        pl_module.step.ess_ratio = 2.0 / 3.0
+        pl_module.step.log_weights = torch.tensor([0.0, 0.0, math.log(4.0)])
 
 
 class Watch(pl.Callback):
@@ -108,3 +110,43 @@ def test_the_hook_is_gone_after_the_run(twenty_updates):
 def test_impossible_arguments_are_refused(arguments):
     with pytest.raises(ConfigurationError, match=f"EssLrScale.{next(iter(arguments))}"):
         EssLrScale(**arguments)
+
+
+def test_all_impossible_arguments_are_told_at_once():
+    with pytest.raises(ConfigurationError, match=r"reference_ratio.*floor.*rule"):
+        EssLrScale(reference_ratio=2.0, floor=-1.0, rule="cube")
+
+
+def test_a_second_one_is_refused(policy, tmp_path):
+    trainer = make_trainer(tmp_path, [inline_rollout(), EssLrScale(), EssLrScale()])
+    with pytest.raises(ConfigurationError, match="one EssLrScale at most, got 2"):
+        trainer.fit(make_module(policy), make_data())
+
+
+def step(optimizer, *scales: float) -> float:
+    """One step under these scales; returns the rate that it used."""
+    for scale in scales:
+        scale_rate(optimizer, scale)
+    optimizer.step(lambda: None)
+    return optimizer.used[-1]
+
+
+def test_several_scales_multiply_and_the_base_rate_comes_back():
+    optimizer = RecordingSGD([torch.nn.Parameter(torch.zeros(1))], BASE)
+    callbacks = [StepRateCallback(), StepRateCallback()]
+    trainer = SimpleNamespace(optimizers=[optimizer])
+    for callback in callbacks:
+        callback.on_train_start(trainer, None)
+    assert step(optimizer, 0.5, 0.4) == pytest.approx(BASE * 0.2)
+    assert optimizer.param_groups[0]["lr"] == BASE
+    assert step(optimizer) == BASE
+
+
+def test_an_exception_within_a_step_leaves_the_base_rate():
+    optimizer = RecordingSGD([torch.nn.Parameter(torch.zeros(1))], BASE)
+    callback, trainer = StepRateCallback(), SimpleNamespace(optimizers=[optimizer])
+    callback.on_train_start(trainer, None)
+    scale_rate(optimizer, 0.5)
+    callback.on_exception(trainer, None, RuntimeError())
+    assert optimizer.param_groups[0]["lr"] == BASE
+    assert not optimizer._optimizer_step_post_hooks

@@ -10,9 +10,11 @@ from runs import inline_rollout, make_data, make_module, make_trainer
 from torch import nn
 
 from lit_asyncrl.algorithm.advantages import GroupMean
+from lit_asyncrl.algorithm.statistics import pool_stats
+from lit_asyncrl.checkpoints import export_policy, read_checkpoint
 from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError
 from lit_asyncrl.evaluation import EvaluationBatch
-from lit_asyncrl.module import MAX_CONSECUTIVE_SKIPS, PolicyModule, export_policy, pool_stats, read_checkpoint
+from lit_asyncrl.module import MAX_CONSECUTIVE_SKIPS, PolicyModule
 from lit_asyncrl.types import SamplingParams
 
 
@@ -169,16 +171,16 @@ def test_on_policy_tokens_have_ratio_one(policy, tmp_path):
 
 
 def test_statistics_of_a_batch_without_tokens_are_empty():
-    from lit_asyncrl.algorithm.estimator import MicroBatchStats
+    from lit_asyncrl.algorithm.scored import MicroBatchStats
 
     empty = torch.zeros(0)
     part = MicroBatchStats(empty.long(), empty, empty.long(), empty, None, None, 0.0, 0, 0, 0.0, 0.0, 0.0)
-    stats = pool_stats([part])
+    stats = pool_stats([part], 0)
     assert (stats.ess, stats.ess_ratio, stats.metrics) == (0.0, 0.0, {})
 
 
 def test_one_ess_is_formed_over_all_micro_batches():
-    from lit_asyncrl.algorithm.estimator import MicroBatchStats
+    from lit_asyncrl.algorithm.scored import MicroBatchStats
 
     def part(*log_weights: float) -> MicroBatchStats:
         n = len(log_weights)
@@ -186,7 +188,7 @@ def test_one_ess_is_formed_over_all_micro_batches():
         return MicroBatchStats(zeros.long(), torch.tensor(log_weights), zeros.long(), zeros, None, None, 0.0, n, 0, 0.0, 0.0, 0.0)
 
     two = float(torch.tensor(2.0).log())
-    stats = pool_stats([part(0.0, 0.0), part(2 * two)])
+    stats = pool_stats([part(0.0, 0.0), part(2 * two)], 0)
     # weights 1, 1, 4: (1 + 1 + 4)^2 / (1 + 1 + 16) = 36 / 18 = 2; the mean of the two parts' ratios would be 1
     assert stats.ess == pytest.approx(2.0)
     assert stats.ess_ratio == pytest.approx(2 / 3)

@@ -20,9 +20,9 @@ def tokenizer():
 
 @pytest.fixture
 def make_source(tokenizer):
-    def make(seed: int = 0, num_train: int = 5, max_epochs: int | None = None, context: int | None = 64) -> PromptSource:
+    def make(num_train: int = 5, **changes) -> PromptSource:
         task = ReverseDigits(3, 6, num_train=num_train)
-        return PromptSource(task, tokenizer, seed=seed, max_new_tokens=8, context=context, max_epochs=max_epochs)
+        return PromptSource(task, tokenizer, **({"seed": 0, "max_new_tokens": 8, "context": 64} | changes))
 
     return make
 
@@ -132,3 +132,62 @@ def test_a_character_the_tokenizer_does_not_know_is_refused(tokenizer):
 def test_chat_messages_need_a_chat_template(tokenizer):
     with pytest.raises(ConfigurationError, match="chat template"):
         tokenize_prompt(tokenizer, Example([{"role": "user", "content": "r12="}], "21", "toy", 0))
+
+
+# --- refill ---------------------------------------------------------------------------------------------------------------
+
+
+def settle(source: PromptSource, group_id: int, trained: bool = False) -> list[int]:
+    """Group ids under which the prompt is sent again."""
+    again: list[int] = []
+    source.settle(group_id, trained=trained, on_retry=again.append)
+    return again
+
+
+def test_a_dropped_group_is_followed_by_the_next_prompt_by_default(make_source):
+    source = make_source()
+    source.next_prompts(2)
+    assert settle(source, 0) == []
+    assert source.next_prompts(1)[0].source_index == 2
+
+
+def test_a_dropped_prompt_is_sent_again_with_other_seeds_until_its_tries_are_used(make_source):
+    source = make_source(refill="same_prompt", max_tries=3)
+    first, _ = source.next_prompts(2)
+    assert settle(source, 0) == [2]
+    second, other = source.next_prompts(2)
+    assert (second.group_id, second.source_index, second.attempt) == (2, 0, 1)
+    assert (other.group_id, other.source_index) == (3, 2)
+    assert settle(source, 2) == [4]
+    (third,) = source.next_prompts(1)
+    assert third.attempt == 2
+    assert len({first.seed, second.seed, third.seed}) == 3
+    assert settle(source, 4) == []  # a hard prompt is not sent for ever
+
+
+def test_a_trained_prompt_is_not_sent_again(make_source):
+    source = make_source(refill="same_prompt")
+    source.next_prompts(1)
+    assert settle(source, 0, trained=True) == []
+    assert settle(source, 0) == []
+
+
+def test_a_source_that_has_ended_goes_on_when_a_prompt_is_sent_again(make_source):
+    source = make_source(num_train=2, max_epochs=1, refill="same_prompt")
+    assert not source.ended
+    source.next_prompts(5)
+    assert source.ended
+    settle(source, 1)
+    assert not source.ended
+    assert [p.source_index for p in source.next_prompts(5)] == [1]
+    assert source.ended
+
+
+def test_a_resumed_source_still_sends_dropped_prompts_again(make_source):
+    source = make_source(refill="same_prompt")
+    sent = source.next_prompts(3)
+    settle(source, 0)
+    resumed = make_source(refill="same_prompt")
+    resumed.load_state_dict(source.state_dict([sent[2]]))
+    assert settle(resumed, 1) == [4]
+    assert [(p.group_id, p.source_index) for p in resumed.next_prompts(3)] == [(2, 2), (3, 0), (4, 1)]

@@ -9,8 +9,10 @@ import pytest
 from fakes import DirectScorer, FirstNumber
 
 from lit_asyncrl.errors import EngineError, RewardError, StopRequested
-from lit_asyncrl.generation.rollout import RolloutConfig, RolloutWorker, build_group, sample_record
+from lit_asyncrl.generation.groups import build_group, sample_record
+from lit_asyncrl.generation.rollout import RolloutConfig, RolloutWorker
 from lit_asyncrl.generation.scripted import ScriptedEngine
+from lit_asyncrl.pool.ledger import UNPROVED
 from lit_asyncrl.pool.pool import TrajectoryPool
 from lit_asyncrl.pool.sampler import FifoSampler
 from lit_asyncrl.supervisor import Supervisor
@@ -31,6 +33,10 @@ class Prompts:
     def next_prompts(self, num_prompts: int) -> list[Prompt]:
         taken, self._left = self._left[:num_prompts], self._left[num_prompts:]
         return [Prompt(i, Example(f"p{i}", "", "toy", i), i, (7, 8, 9), 0, 0, 1000 + i) for i in taken]
+
+    @property
+    def ended(self) -> bool:
+        return not self._left
 
 
 class ShuffledEngine(ScriptedEngine):
@@ -292,6 +298,8 @@ def test_a_reward_that_raises_ends_the_run_with_its_error():
 
 def test_a_prompt_source_that_raises_ends_the_run_with_its_error():
     class Broken:
+        ended = False
+
         def next_prompts(self, num_prompts):
             raise OSError("disk gone")
 
@@ -337,3 +345,39 @@ def test_the_engine_s_idle_time_counts_while_nothing_is_in_flight():
         run.supervisor.wait_for(
             threading.Condition(), lambda: run.worker.idle_s > before, timeout_s=TIMEOUT_S, who="test", what="idle time"
         )
+
+
+def test_tokens_of_members_are_counted_before_their_group_is_complete():
+    first_of_each = ShuffledEngine(answer, BATCH_GROUPS * GROUP_SIZE, lambda held: held[::GROUP_SIZE])
+    with Run(engine=first_of_each) as run:
+        ledger = run.pool.ledger
+        run.supervisor.wait_for(
+            threading.Condition(), lambda: ledger.tokens("in_flight") == 6, timeout_s=TIMEOUT_S, who="test", what="three members"
+        )
+        assert ledger.count("in_flight") == BATCH_GROUPS
+
+
+def test_dispatched_groups_are_compared_with_trained_ones():
+    with Run(truncate(0, 1), truncated="drop", prompts=Prompts(4)) as run:  # group 0 leaves: 2 of 8 responses
+        run.take()
+        run.pool.set_policy_version(1)
+        means = run.pool.ledger.bias.means()
+    assert means["length"] == {"dispatched": 2.0, "trained": 2.0}
+    assert means["reward"] == {"dispatched": 0.5, "trained": 0.5}
+
+
+def test_groups_in_flight_with_tokens_of_unproved_weights_fail_when_they_are_complete():
+    halves = ShuffledEngine(answer, BATCH_GROUPS * GROUP_SIZE, lambda held: held[: GROUP_SIZE + 1])
+    with Run(engine=halves) as run:
+        ledger = run.pool.ledger
+        run.supervisor.wait_for(
+            threading.Condition(), lambda: len(run.pool) == 1, timeout_s=TIMEOUT_S, who="test", what="the first group"
+        )
+        run.supervisor.wait_for(
+            threading.Condition(), lambda: ledger.tokens("in_flight") == 2, timeout_s=TIMEOUT_S, who="test", what="a member"
+        )
+        assert run.worker.fail_unproved(0, UNPROVED) == 1
+        assert run.worker.fail_unproved(1, UNPROVED) == 0
+        run.worker._collect(answer(GenerationRequest(3, (7,), SamplingParams(), 0)))
+        assert ledger.count("failed", UNPROVED) == 1
+        assert ledger.tokens("failed", UNPROVED) == 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_asyncrl.algorithm.advantages import OPOB, GroupMean, LeaveOneOut
+from lit_asyncrl.algorithm.advantages import OPO, OPOB, GroupMean, LeaveOneOut
 from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.interfaces import Advantage
 
@@ -37,18 +37,31 @@ def test_group_relative_advantages_match_the_oracle(advantage: Advantage, expect
     assert advantages(advantage, REWARDS) == pytest.approx([good, bad, bad, good, bad], abs=1e-6)
 
 
+def test_length_weighted_baseline_matches_the_oracle() -> None:
+    # b = (10 + 10) / (10 + 20 + 30 + 10 + 30) = .2
+    result = advantages(OPO(), REWARDS, lengths=torch.tensor([10, 20, 30, 10, 30]))
+    assert result == pytest.approx([0.8, -0.2, -0.2, 0.8, -0.2], abs=1e-12)
+
+
+def test_length_weighted_baseline_leaves_untrained_responses_out_unless_there_are_no_others() -> None:
+    # second group: b = 4 / 1; third: plain mean 1
+    lengths = torch.tensor([1, 3, 0, 1, 0, 0])
+    result = advantages(OPO(), [0, 4, 2, 4, 0, 2], [0, 0, 1, 1, 2, 2], lengths=lengths)
+    assert result == pytest.approx([-3, 1, -2, 0, -1, 1])
+
+
 def test_groups_do_not_see_each_other() -> None:
     both = advantages(GroupMean(), [*REWARDS, 5.0, 7.0], [0] * 5 + [1] * 2)
     assert both[:5] == advantages(GroupMean(), REWARDS)
     assert both[5:] == [-1, 1]
 
 
-@pytest.mark.parametrize("advantage", [GroupMean(), GroupMean("sample_std"), GroupMean("none"), LeaveOneOut(), OPOB()])
+@pytest.mark.parametrize("advantage", [GroupMean(), GroupMean("sample_std"), GroupMean("none"), LeaveOneOut(), OPO(), OPOB()])
 def test_a_group_of_equal_rewards_has_no_advantage(advantage: Advantage) -> None:
     assert advantages(advantage, [0.1] * 3, log_weights=torch.tensor([0.3, -2.0, 5.0])) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("advantage", [GroupMean(), GroupMean("sample_std"), LeaveOneOut(), OPOB()])
+@pytest.mark.parametrize("advantage", [GroupMean(), GroupMean("sample_std"), LeaveOneOut(), OPO(), OPOB(), OPOB(scope="batch")])
 def test_a_lone_member_has_no_advantage(advantage: Advantage) -> None:
     assert advantages(advantage, [2.0]) == [0]
 
@@ -85,6 +98,20 @@ def test_released_weighting_truncates_its_second_weight_at_eight() -> None:
     assert result == pytest.approx([1 - 16384 / 16385, -16384 / 16385], abs=1e-12)
 
 
+def test_one_baseline_of_a_batch_is_taken_from_group_relative_values() -> None:
+    # values (1, -1) and (1, -1); W = 1, 1, 4, 0 -> b = (1 - 1 + 4) / 6 = 2/3
+    logs = torch.tensor([1.0, 1.0, 2.0, 0.0], dtype=torch.float64).log()
+    result = advantages(OPOB(scope="batch"), [3, 1, 5, 0], [0, 0, 1, 1], log_weights=logs)
+    assert result == pytest.approx([1 / 3, -5 / 3, 1 / 3, -5 / 3])
+
+
+def test_a_given_baseline_of_the_batch_is_used_for_its_parts() -> None:
+    opob = OPOB(scope="batch", normalize="none")
+    # the part's values are (1, -1)
+    assert advantages(opob.with_baseline(0.25), [3, 1]) == pytest.approx([0.75, -1.25])
+    assert opob.given_baseline is None
+
+
 def test_no_baseline_has_a_smaller_weighted_second_moment() -> None:
     weights, norms = torch.rand(6, dtype=torch.float64) * 3, torch.rand(6, dtype=torch.float64)
     rewards = torch.rand(6, dtype=torch.float64)
@@ -116,3 +143,5 @@ def test_unknown_options_are_refused_by_key() -> None:
         OPOB(score_norm="exact")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="normalize"):
         GroupMean("std")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"score_norm must .*scope must be one of \['group', 'batch'\], got 'run'"):
+        OPOB(score_norm="exact", scope="run")  # type: ignore[arg-type]

@@ -8,10 +8,26 @@ import torch
 from algorithm_cases import gradient_of, make_batch, make_model
 from torch import Tensor, nn
 
-from lit_asyncrl.algorithm.advantages import OPOB, GroupMean, LeaveOneOut
-from lit_asyncrl.algorithm.estimator import MicroBatchStats, PolicyGradient
+from lit_asyncrl.algorithm.advantages import OPO, OPOB, GroupMean, LeaveOneOut
+from lit_asyncrl.algorithm.estimator import PolicyGradient
 from lit_asyncrl.algorithm.logprobs import token_logprobs
-from lit_asyncrl.algorithm.losses import GMCGRPO, TICGRPO, PPOClip, Reinforce, SequenceTIS, TokenTIS
+from lit_asyncrl.algorithm.losses import (
+    CISPO,
+    GMCGRPO,
+    GSPO,
+    M2PO,
+    SAPO,
+    TICGRPO,
+    DecoupledPPO,
+    IcePop,
+    PPOClip,
+    Reinforce,
+    SequenceMask,
+    SequenceTIS,
+    TokenMIS,
+    TokenTIS,
+)
+from lit_asyncrl.algorithm.scored import MicroBatchStats
 from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.interfaces import Advantage, Objective
 from lit_asyncrl.types import MicroBatch
@@ -21,11 +37,26 @@ METHODS = {
     "vcpo one by one": (SequenceTIS(), OPOB("per_trajectory")),
     "vcpo proxy": (SequenceTIS(), OPOB("logit_proxy")),
     "vcpo released": (SequenceTIS(), OPOB("batched", "released", True, "none")),
+    "vcpo batch exact": (SequenceTIS(), OPOB("batched", scope="batch")),
+    "vcpo batch one by one": (SequenceTIS(), OPOB("per_trajectory", scope="batch")),
+    "vcpo batch proxy": (SequenceTIS(), OPOB("logit_proxy", scope="batch")),
     "grpo": (PPOClip(), GroupMean("sample_std")),
+    "dual clip": (PPOClip(0.2, 0.28, 3.0), GroupMean()),
+    "gspo": (GSPO(0.5, 0.8), OPOB("batched")),
+    "cispo": (CISPO(), OPO()),
+    "sapo": (SAPO(), GroupMean()),
+    "m2po": (M2PO(0.2), GroupMean()),
+    "m2po batch proxy": (M2PO(0.2), OPOB("logit_proxy", scope="batch")),
+    "decoupled": (DecoupledPPO(), GroupMean()),
     "token tis": (TokenTIS(), GroupMean("none")),
+    "token mis": (TokenMIS(), GroupMean()),
+    "icepop": (IcePop(), GroupMean()),
+    "sequence mask": (SequenceMask(0.01, 100.0, "geometric_mean", "sequence_ratio"), OPOB("per_trajectory")),
+    "opsm": (SequenceMask(0.8, None, "geometric_mean", "token_ratio", negative_only=True), GroupMean()),
     "rloo": (Reinforce(), LeaveOneOut()),
     "gmc": (GMCGRPO(), OPOB("batched")),
     "tic": (TICGRPO(), OPOB("per_trajectory")),
+    "tic truncated": (TICGRPO(mode="truncate"), GroupMean()),
 }
 
 
@@ -34,9 +65,31 @@ def method(request: pytest.FixtureRequest) -> PolicyGradient:
     return PolicyGradient(*METHODS[request.param])
 
 
-@pytest.fixture
+PATHS = ("vcpo exact", "vcpo one by one", "vcpo proxy", "vcpo batch one by one", "grpo", "m2po", "gmc")
+"""One method for each way through the estimator."""
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> PolicyGradient:
+    return PolicyGradient(*METHODS[request.param])
+
+
+@pytest.fixture(scope="module")
 def model() -> nn.Module:
+    """No test changes its weights."""
     return make_model("tied qwen3", torch.float64)
+
+
+CLEAN: dict[int, tuple[Tensor, list[MicroBatchStats]]] = {}
+
+
+def clean(method: PolicyGradient, model: nn.Module) -> tuple[Tensor, list[MicroBatchStats]]:
+    """Gradient and statistics of `make_batch()` as it is, formed once for each method."""
+    key = id(method.objective)
+    if key not in CLEAN:
+        gradient, stats = run(method, model, [make_batch()])
+        CLEAN[key] = (gradient.clone(), stats)
+    return CLEAN[key]
 
 
 def run(
@@ -45,18 +98,7 @@ def run(
     """Gradient and statistics of a batch made of these micro-batches."""
     if zero_grad:
         model.zero_grad()
-    num_trajectories = sum(int(b.loss_mask.any(-1).sum()) for b in batches)
-    num_trained_tokens = sum(int(b.loss_mask.sum()) for b in batches)
-    stats = [
-        method.accumulate(
-            model,
-            b,
-            num_trajectories=num_trajectories,
-            num_trained_tokens=num_trained_tokens,
-            backward=lambda loss: loss.backward(),
-        )
-        for b in batches
-    ]
+    stats = method.gradient(model, batches, backward=lambda loss: loss.backward())
     return gradient_of(model), stats
 
 
@@ -115,7 +157,7 @@ def test_padding_changes_nothing(method: PolicyGradient, model: nn.Module) -> No
         behavior_logprobs=wider(batch.behavior_logprobs, 0.0),
         token_versions=wider(batch.token_versions, -1),
     )
-    assert_same(run(method, model, [padded])[0], run(method, model, [batch])[0])
+    assert_same(run(method, model, [padded])[0], clean(method, model)[0])
 
 
 def test_poisoned_masked_slots_change_nothing(method: PolicyGradient, model: nn.Module) -> None:
@@ -125,50 +167,34 @@ def test_poisoned_masked_slots_change_nothing(method: PolicyGradient, model: nn.
         input_ids=torch.where(batch.attention_mask, batch.input_ids, 11),
         behavior_logprobs=torch.where(batch.loss_mask, batch.behavior_logprobs, torch.nan),
     )
-    expected, (clean,) = run(method, model, [batch])
+    expected, (unharmed,) = clean(method, model)
     gradient, (stats,) = run(method, model, [poisoned])
     assert_same(gradient, expected)
     for name in ("loss", "log_ratio_sum", "k3_sum", "entropy_sum", "num_clipped"):
-        assert getattr(stats, name) == pytest.approx(getattr(clean, name), rel=1e-12), name
+        assert getattr(stats, name) == pytest.approx(getattr(unharmed, name), rel=1e-12), name
 
 
 def test_the_order_of_trajectories_changes_nothing(method: PolicyGradient, model: nn.Module) -> None:
     batch = make_batch()
-    assert_same(run(method, model, [take(batch, torch.randperm(12))])[0], run(method, model, [batch])[0])
+    assert_same(run(method, model, [take(batch, torch.randperm(12))])[0], clean(method, model)[0])
 
 
 def test_the_names_of_groups_change_nothing(method: PolicyGradient, model: nn.Module) -> None:
     batch = make_batch()
     renamed = replace(batch, group_index=torch.tensor([2, 0, 1])[batch.group_index])
-    assert_same(run(method, model, [renamed])[0], run(method, model, [batch])[0])
+    assert_same(run(method, model, [renamed])[0], clean(method, model)[0])
 
 
-@pytest.mark.parametrize("aggregation", ["sequence-mean-token-mean", "token-mean", "sequence-mean-token-sum", "constant-length"])
-def test_the_split_into_micro_batches_changes_nothing(aggregation, model: nn.Module) -> None:  # type: ignore[no-untyped-def]
-    batch = make_batch()
-    parts = []
-    for groups in ([0], [1, 2]):
-        part = take(batch, torch.isin(batch.group_index, torch.tensor(groups)))
-        parts.append(replace(part, group_index=part.group_index - groups[0]))
-    for name in ("vcpo exact", "vcpo one by one", "grpo", "gmc"):
-        method = PolicyGradient(*METHODS[name], aggregation, 9 if aggregation == "constant-length" else None)
-        gradient, stats = run(method, model, parts)
-        expected, (whole,) = run(method, model, [batch])
-        assert_same(gradient, expected)
-        assert sum(s.loss for s in stats) == pytest.approx(whole.loss, rel=1e-9)
-        assert torch.cat([s.log_weights_B for s in stats]).tolist() == pytest.approx(whole.log_weights_B.tolist())
-
-
-def test_trajectories_without_trained_tokens_have_neither_gradient_nor_weight(method: PolicyGradient, model: nn.Module) -> None:
+def test_trajectories_without_trained_tokens_have_neither_gradient_nor_weight(path: PolicyGradient, model: nn.Module) -> None:
     batch = make_batch()
     batch.loss_mask[[1, 6]] = False
     kept = torch.tensor([0, 2, 3, 4, 5, 7, 8, 9, 10, 11])
-    _, (stats,) = run(method, model, [batch])
+    _, (stats,) = run(path, model, [batch])
     assert stats.rows.tolist() == kept.tolist()
     assert len(stats.log_weights_B) == len(stats.advantages) == 10
     changed = replace(batch, input_ids=batch.input_ids.clone())
     changed.input_ids[[1, 6]] = 3
-    assert_same(run(method, model, [changed])[0], run(method, model, [batch])[0])
+    assert_same(run(path, model, [changed])[0], run(path, model, [batch])[0])
 
 
 def test_the_reward_of_an_untrained_trajectory_counts_in_its_groups_mean(model: nn.Module) -> None:
@@ -179,7 +205,7 @@ def test_the_reward_of_an_untrained_trajectory_counts_in_its_groups_mean(model: 
     assert stats.advantages[:3].tolist() == pytest.approx([-0.5, -0.5, 0.5])
 
 
-def test_a_micro_batch_without_trained_tokens_leaves_the_gradient_alone(method: PolicyGradient, model: nn.Module) -> None:
+def test_a_micro_batch_without_trained_tokens_leaves_the_gradient_alone(path: PolicyGradient, model: nn.Module) -> None:
     batch = make_batch()
     nothing = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
 
@@ -187,15 +213,15 @@ def test_a_micro_batch_without_trained_tokens_leaves_the_gradient_alone(method: 
         raise AssertionError("backward was called")
 
     model.zero_grad()
-    stats = method.accumulate(model, nothing, num_trajectories=1, num_trained_tokens=1, backward=forbidden)
+    stats = path.accumulate(model, nothing, num_trajectories=1, num_trained_tokens=1, backward=forbidden)
     assert all(p.grad is None for p in model.parameters())
     assert len(stats.log_weights_B) == stats.num_tokens == 0
 
 
-def test_gradients_accumulate_over_calls(method: PolicyGradient, model: nn.Module) -> None:
+def test_gradients_accumulate_over_calls(path: PolicyGradient, model: nn.Module) -> None:
     batch = make_batch()
-    once = run(method, model, [batch])[0].clone()
-    assert_same(run(method, model, [batch], zero_grad=False)[0], 2 * once)
+    run(path, model, [batch])
+    assert_same(run(path, model, [batch], zero_grad=False)[0], 2 * clean(path, model)[0])
 
 
 @pytest.mark.parametrize("shift", [300.0, -300.0])
@@ -213,7 +239,7 @@ def test_on_policy_weights_are_those_of_no_correction(model: nn.Module) -> None:
     with torch.no_grad():
         batch.behavior_logprobs = token_logprobs(model, batch).logprobs
     plain, (stats,) = run(PolicyGradient(Reinforce(), GroupMean()), model, [batch])
-    for objective in (SequenceTIS(), TokenTIS(), PPOClip(), GMCGRPO(), TICGRPO()):
+    for objective in {type(o): o for o, _ in METHODS.values()}.values():
         assert_same(run(PolicyGradient(objective, GroupMean()), model, [batch])[0], plain)
     assert stats.k3_sum == 0
     assert stats.log_weights_B.tolist() == [0] * 12
@@ -274,3 +300,30 @@ def test_model_is_checked_for_batched_norms_only() -> None:
     PolicyGradient(SequenceTIS(), OPOB("per_trajectory")).check_supported(model)
     with pytest.raises(ConfigurationError, match="gradient checkpointing"):
         PolicyGradient(SequenceTIS(), OPOB("batched")).check_supported(model)
+
+
+@pytest.mark.parametrize("advantage", [OPOB("per_trajectory"), OPOB("batched", scope="batch")])
+def test_an_objective_that_looks_at_advantages_is_refused_where_they_come_last(advantage: OPOB) -> None:
+    for objective in (GSPO(), SequenceMask(negative_only=True)):
+        with pytest.raises(ConfigurationError, match="must not look at the advantages"):
+            PolicyGradient(objective, advantage)
+    PolicyGradient(GSPO(), OPOB("batched"))
+
+
+def test_an_unmarked_objective_that_looks_at_advantages_is_found_when_a_batch_baseline_comes_last(model: nn.Module) -> None:
+    batch = make_batch()
+    parts = [take(batch, batch.group_index == 0), take(batch, batch.group_index > 0)]
+    with pytest.raises(ConfigurationError, match="must not look at the advantages"):
+        run(PolicyGradient(AdvantageSigned(), OPOB("batched", scope="batch")), model, parts)
+
+
+class Unbound(Objective):
+    needs_batch_logprobs = True
+
+    def coefficients(self, log_ratio: Tensor, loss_mask: Tensor, advantages: Tensor, group_index: Tensor) -> Tensor:
+        return log_ratio
+
+
+def test_all_that_does_not_go_together_is_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError, match=r"aggregation must .*one weight per trajectory .*ProximalObjective"):
+        PolicyGradient(Unbound(), OPOB("batched"), "mean")  # type: ignore[arg-type]

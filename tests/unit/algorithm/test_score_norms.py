@@ -5,8 +5,12 @@ import torch
 from algorithm_cases import gradient_of, make_batch, make_model
 from torch import Tensor, nn
 
+from lit_asyncrl.algorithm.advantages import OPOB
+from lit_asyncrl.algorithm.estimator import PolicyGradient
 from lit_asyncrl.algorithm.logprobs import token_logprobs
-from lit_asyncrl.algorithm.score_norms import BatchedScores, check_supported
+from lit_asyncrl.algorithm.losses import SequenceTIS
+from lit_asyncrl.algorithm.score_norms import BatchedScores, check_supported, logit_proxy
+from lit_asyncrl.algorithm.score_records import Product, squared_norms
 from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.types import MicroBatch
 
@@ -49,6 +53,24 @@ def assert_exact(model: nn.Module, batch: MicroBatch, tolerance: float) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_norms_and_combined_gradient_equal_brute_force(kind: str, dtype: torch.dtype, tolerance: float) -> None:
     assert_exact(make_model(kind, dtype), make_batch(dtype=dtype), tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_norms_of_one_backward_per_trajectory_equal_brute_force(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+    model, batch = make_model(kind, dtype), make_batch(dtype=dtype)
+    expected = brute_force(model, batch).square().sum(-1).double()
+    estimator = PolicyGradient(SequenceTIS(), OPOB("per_trajectory"))
+    (stats,) = estimator.gradient(model, [batch], backward=lambda loss: loss.backward())
+    torch.testing.assert_close(stats.score_norms_squared, expected, rtol=tolerance, atol=0)
+
+
+def test_the_smaller_of_gram_matrix_and_materialized_gradients_is_kept() -> None:
+    scores = BatchedScores(nn.Module(), 2)
+    for columns, small in ((10, True), (11, False)):  # 5 tokens: 10 * 10 = 5 * (10 + 10), 10 * 11 > 5 * (10 + 11)
+        weight = nn.Parameter(torch.zeros(10, columns))
+        scores.add_product(weight, torch.zeros(2, 5, 10), torch.zeros(2, 5, columns))
+        assert scores._is_small(weight) is small
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,6 +118,50 @@ def test_every_kind_of_norm_layer_is_exact(make_norm, with_zero_factor: bool) ->
     assert_exact(model, make_batch(), 1e-10)
 
 
+def test_a_large_bias_costs_a_norm_layer_no_precision() -> None:
+    model, batch = make_model("tied qwen3", torch.float32), make_batch(dtype=torch.float32)
+    model.model.norm = nn.LayerNorm(16)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(0.01)
+        model.model.norm.bias.copy_(10.0 * torch.randn(16))
+    assert_exact(model, batch, 1e-5)
+
+
+class SharedProjection(nn.Module):
+    """Two uses of one weight on the same input, beside two layers that share that input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x).tanh() + self.first(x).sin()
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+def test_a_layer_called_twice_counts_once_with_both_uses(materialize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchedScores, "_is_small", lambda *_: materialize)
+    model = make_model("untied llama", torch.float64)
+    model.model.layers[1].mlp = SharedProjection().double()
+    assert_exact(model, make_batch(), 1e-10)
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+def test_an_embedding_used_twice_is_exact(materialize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchedScores, "_is_small", lambda *_: materialize)
+    model = make_model("untied llama", torch.float64)
+    model.model.layers[0].register_forward_hook(lambda _, __, out: out + 0.1 * model.model.embed_tokens(out[..., 0].long() % 19))
+    assert_exact(model, make_batch(), 1e-10)
+
+
+def test_the_cross_term_of_a_shared_matrix_does_not_depend_on_which_use_comes_first() -> None:
+    lookup = Product(torch.tensor([[2, 0, 2]]), torch.randn(1, 3, 4, dtype=torch.float64))
+    linear = Product(torch.randn(1, 2, 5, dtype=torch.float64), torch.randn(1, 2, 4, dtype=torch.float64))
+    expected = sum(product.gradients(torch.Size([5, 4])) for product in (lookup, linear)).square().sum()
+    for uses in ([lookup, linear], [linear, lookup]):
+        torch.testing.assert_close(squared_norms([uses]), expected[None], rtol=1e-12, atol=0)
+
+
 def test_gradients_are_added_to_those_already_there() -> None:
     model, batch = make_model("tied qwen3", torch.float64), make_batch()
     ones = torch.ones(batch.num_trajectories, dtype=torch.float64)
@@ -123,33 +189,16 @@ def test_no_hook_stays_behind() -> None:
     assert all(not module._forward_hooks for module in model.modules())
 
 
-class Scale(nn.Module):
-    """A layer nobody knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
+def test_a_layer_that_mixes_trajectories_is_refused_when_it_runs() -> None:
+    model, batch = make_model("tied qwen3", torch.float64), make_batch()
+    down = model.model.layers[0].mlp.down_proj
+    down.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1),))
+    down.register_forward_hook(lambda _, __, out: out.view(batch.num_trajectories, -1, 16))
+    with pytest.raises(ConfigurationError, match=r"type Linear sees inputs of shape.*for 12 trajectories.*logit_proxy"):
+        batched(model, batch, torch.ones(batch.num_trajectories))
 
 
-def test_an_unknown_layer_is_refused_by_name_with_the_remedy() -> None:
-    model = make_model("tied qwen3", torch.float64)
-    model.model.layers[1].mlp.act_fn = Scale()
-    with pytest.raises(ConfigurationError, match=r"'model\.layers\.1\.mlp\.act_fn' of type Scale.*per_trajectory.*logit_proxy"):
-        check_supported(model)
-    model.model.layers[1].mlp.act_fn.requires_grad_(False)
-    check_supported(model)
-
-
-def test_gradient_checkpointing_is_refused() -> None:
-    model = make_model("tied qwen3", torch.float64)
-    model.gradient_checkpointing_enable()
-    with pytest.raises(ConfigurationError, match=r"gradient checkpointing.*per_trajectory"):
-        check_supported(model)
-
-
-def test_a_compiled_model_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"torch\.compile"):
-        check_supported(torch.compile(make_model("tied qwen3", torch.float64)))  # compiles nothing before its first call
+def test_the_proxy_is_the_sum_of_the_energies_of_trained_tokens() -> None:
+    energy = torch.tensor([[0.25, 0.5, float("nan")], [1.0, 2.0, 4.0]])
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    assert logit_proxy(energy, mask).tolist() == [0.75, 6.0]

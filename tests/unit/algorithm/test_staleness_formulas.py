@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lit_asyncrl.algorithm.staleness import (
+    absolute_scores,
     effective_staleness,
     generation_staleness,
     group_means,
@@ -117,3 +118,9 @@ def test_tokens_that_were_not_sampled_do_not_age() -> None:
 
 def test_group_means_average_members() -> None:
     assert group_means(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1]), 2).tolist() == [2, 5]
+
+
+def test_absolute_scores_weigh_what_was_forgotten_and_nothing_else() -> None:
+    # 1 - e^-.5 = .39346934; a prefix that became likelier, and none at all, score 0
+    scores = absolute_scores(torch.tensor([0.5, -0.5, float("nan"), 0.0, 50.0]))
+    assert scores.tolist() == pytest.approx([0.39346934, 0, 0, 0, 1], abs=1e-8)

@@ -188,3 +188,19 @@ def test_prompts_next_in_the_queue_are_computed_in_one_forward(model: Any):
     finally:
         hook.remove()
     assert shapes == [(3, 2), (1, 1), (1, 1), (1, 1)]
+
+
+def test_a_decoder_that_recomputes_does_so_once_for_each_change_of_the_weights(model: Any):
+    shapes: list[tuple[int, ...]] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    try:
+        decoder = SlotDecoder(model, num_slots=4, eos_token_ids=(), max_model_len=128, recomputes=True)
+        decoder.submit([GenerationRequest(i, (5, 6, 7), SamplingParams(temperature=0.0, max_new_tokens=4), i) for i in range(2)])
+        for version in (3, 3, 5, 5):
+            decoder.step(version)
+    finally:
+        hook.remove()
+    # Prompt; two steps; then the prompt and two tokens but the last, equal for both (greedy), so computed once; two steps.
+    assert shapes == [(1, 2), (2, 1), (2, 1), (1, 4), (2, 1), (2, 1)]

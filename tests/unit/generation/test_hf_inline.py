@@ -1,3 +1,5 @@
+"""The embedded engine in the caller's process: what goes beyond test_engine_contract.py."""
+
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 
-from lit_asyncrl.errors import ConfigurationError, EngineError, WeightSyncError
+from lit_asyncrl.errors import EngineError, WeightSyncError
 from lit_asyncrl.generation.hf import HFEngine
 from lit_asyncrl.policy import load_model, named_weights
 from lit_asyncrl.types import Completion, GenerationRequest, SamplingParams
@@ -38,14 +40,6 @@ def _request(request_id: int, *, max_new_tokens: int = 20, purpose: Any = "train
     return GenerationRequest(request_id, (5, 6, 7), params, seed=request_id, purpose=purpose)
 
 
-def _perturbed(model: Any, seed: int = 1) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
 def _drain(engine: HFEngine, count: int) -> list[Completion]:
     finished: list[Completion] = []
     while len(finished) < count:
@@ -53,46 +47,6 @@ def _drain(engine: HFEngine, count: int) -> list[Completion]:
         assert batch, "no completion within the timeout"
         finished += batch
     return finished
-
-
-def test_an_update_is_answered_with_its_version_and_the_probe_logprobs_of_the_new_weights(engine: HFEngine, model: Any):
-    engine.begin_update(7, named_weights(_perturbed(model)))
-    report = engine.finish_update(1.0)
-    expected = tiny_models.token_logprobs(model, tiny_models.PROBE_IDS[:1], list(tiny_models.PROBE_IDS[1:]))
-    assert report.version == 7
-    torch.testing.assert_close(torch.tensor(report.probe_logprobs), expected, atol=1e-5, rtol=0)
-
-
-def test_tokens_before_an_update_keep_the_old_version_and_its_logprobs(engine: HFEngine, model: Any):
-    # Members 1 to 3 end after 4 tokens; member 0 has then sampled 4 tokens, and the rest under the new weights.
-    engine.submit([_request(0, max_new_tokens=12, temperature=0.0), *(_request(i, max_new_tokens=4) for i in (1, 2, 3))])
-    old = _copy_of(model)
-    early = engine.completions(5.0)
-    engine.begin_update(1, named_weights(_perturbed(model)))
-    engine.finish_update(1.0)
-    completions = {completion.request_id: completion for completion in [*early, *_drain(engine, 4 - len(early))]}
-    response = completions[0]
-    before = response.token_versions.count(0)
-    assert 0 < before < len(response.token_ids)
-    assert response.token_versions == [0] * before + [1] * (len(response.token_ids) - before)
-    expected = tiny_models.token_logprobs(old, (5, 6, 7), response.token_ids)[:before]
-    torch.testing.assert_close(torch.tensor(response.behavior_logprobs[:before]), expected, atol=1e-4, rtol=0)
-
-
-def _copy_of(model: Any) -> Any:
-    copy = type(model)(model.config)
-    copy.load_state_dict(model.state_dict())
-    return copy.eval()
-
-
-def test_evaluation_and_training_completions_come_out_apart(engine: HFEngine):
-    engine.submit([_request(i, purpose="evaluation" if i % 2 else "train") for i in range(10)])
-    evaluation: list[Completion] = []
-    while len(evaluation) < 5:
-        evaluation += engine.evaluation_completions(5.0)
-    training = _drain(engine, 5)
-    assert sorted(completion.request_id for completion in evaluation) == [1, 3, 5, 7, 9]
-    assert sorted(completion.request_id for completion in training) == [0, 2, 4, 6, 8]
 
 
 def test_training_tokens_are_the_same_with_and_without_evaluation_between(engine: HFEngine):
@@ -103,25 +57,6 @@ def test_training_tokens_are_the_same_with_and_without_evaluation_between(engine
     engine.submit([_request(i) for i in range(4)])
     without = {c.request_id: c.token_ids for c in _drain(engine, 4)}
     assert with_evaluation == without
-
-
-def test_a_paused_engine_decodes_evaluation_but_not_training(engine: HFEngine):
-    engine.pause()
-    engine.submit([_request(0), _request(1, purpose="evaluation")])
-    assert len(engine.evaluation_completions(5.0)) == 1
-    assert engine.completions(0.05) == []
-    engine.resume()
-    assert len(engine.completions(5.0)) == 1
-
-
-def test_restricted_sampling_is_refused_in_training(engine: HFEngine):
-    with pytest.raises(ConfigurationError, match=r"top_p.*0\.9.*request 3"):
-        engine.submit([_request(3, top_p=0.9)])
-
-
-def test_a_request_that_does_not_fit_the_context_is_refused(engine: HFEngine):
-    with pytest.raises(ConfigurationError, match="max_model_len = 64, got 3 \\+ 62"):
-        engine.submit([_request(0, max_new_tokens=62)])
 
 
 def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine: HFEngine, model: Any):
@@ -144,16 +79,6 @@ def test_a_thread_that_decodes_makes_way_for_an_update(engine: HFEngine, model: 
     thread.join(30.0)
     assert not thread.is_alive()
     assert len({version for completion in finished for version in completion.token_versions}) > 1
-
-
-def test_calls_on_a_stopped_engine_raise_and_it_can_be_started_again(engine: HFEngine, folder: str, model: Any):
-    engine.stop()
-    with pytest.raises(EngineError, match="not running"):
-        engine.completions(0.1)
-    engine.start(folder, eos_token_ids=tiny_models.EOS_IDS, probe_ids=tiny_models.PROBE_IDS, max_model_len=None)
-    engine.begin_update(0, named_weights(model))
-    engine.submit([_request(0)])
-    assert len(engine.completions(5.0)) == 1
 
 
 def test_a_model_with_an_effective_sliding_window_is_refused(tmp_path: Path):

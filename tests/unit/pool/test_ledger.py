@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lit_asyncrl.errors import PoolError
-from lit_asyncrl.pool.ledger import Ledger, LedgerRow
+from lit_asyncrl.pool.ledger import UNPROVED, Ledger, LedgerRow, format_table, totals
+from lit_asyncrl.types import GroupOutcome
 
 
 def lived_ledger() -> Ledger:
@@ -94,5 +95,73 @@ def test_the_account_round_trips_and_interrupted_tokens_stay_counted() -> None:
 
 
 def test_the_table_ends_with_the_sum() -> None:
-    assert lived_ledger().table().splitlines()[-1].split() == ["total", "6", "107"]
-    assert lived_ledger().totals()["dropped: truncated"] == {"prompts": 1, "tokens": 40}
+    # 107 / 6 = 17.83
+    assert format_table(lived_ledger().rows()).splitlines()[-1].split() == ["total", "6", "107", "17.8"]
+    assert totals(lived_ledger().rows())["dropped: truncated"] == {"prompts": 1, "tokens": 40}
+
+
+def test_the_sums_of_a_moment_count_every_reported_token() -> None:
+    ledger = lived_ledger()
+    assert ledger.num_tokens == sum(row.tokens for row in ledger.rows()) == 107
+    rows = ledger.rows(unfinished_tokens=9)
+    assert LedgerRow("in_flight", "unfinished", 0, 9) in rows
+    assert sum(row.tokens for row in rows) == 116
+
+
+def test_tokens_of_unproved_weights_fail_without_a_group() -> None:
+    ledger = lived_ledger()
+    ledger.add_tokens("failed", 12, UNPROVED)
+    assert ledger.tokens("failed", UNPROVED) == 12
+    assert ledger.count("failed", UNPROVED) == 0
+    with pytest.raises(PoolError, match="state must be dropped or failed for tokens without a group, got 'trained'"):
+        ledger.add_tokens("trained", 1)
+
+
+def test_tokens_of_unfinished_responses_are_interrupted_after_a_resume() -> None:
+    ledger = Ledger()
+    ledger.load_state_dict(lived_ledger().state_dict(unfinished_tokens=4))
+    assert ledger.tokens("dropped", "interrupted") == 15 + 4
+
+
+def test_a_prompt_that_is_to_be_sent_again_is_pending_until_it_is_in_flight() -> None:
+    ledger = Ledger()
+    ledger.move(0, "pending")
+    assert ledger.rows() == [LedgerRow("pending", "", 1, 0)]
+    ledger.move(0, "in_flight")
+    assert ledger.num_dispatched == 1
+
+
+def test_a_listener_hears_of_every_last_move_once() -> None:
+    ledger, heard = Ledger(), []
+    ledger.on_settled(lambda group_id, state: heard.append((group_id, state)))
+    for group_id in range(3):
+        ledger.move(group_id, "waiting")
+    ledger.move(0, "dropped", reason="test")
+    ledger.move_all([1, 2], "in_training")
+    ledger.move_all([1, 2], "trained")
+    assert heard == [(0, "dropped"), (1, "trained"), (2, "trained")]
+
+
+def test_bias_compares_trained_with_dispatched_responses() -> None:
+    # dispatched: 4 responses, 60 tokens, reward 3, 2 correct: means 15, .75, difficulty .5
+    # trained: 2 responses, 20 tokens, reward 2, 2 correct: means 10, 1, difficulty 0
+    ledger = Ledger()
+    for group_id, outcome in ((0, GroupOutcome(2, 20, 2.0, 2)), (1, GroupOutcome(2, 40, 1.0, 0))):
+        ledger.move(group_id, "waiting", tokens=outcome.num_tokens, outcome=outcome)
+    ledger.move(1, "dropped", reason="rejected")
+    assert ledger.bias.metrics()["length_bias"] == 0.0  # nothing is trained yet
+    ledger.move(0, "in_training")
+    ledger.move(0, "trained")
+    metrics = ledger.bias.metrics()
+    assert metrics == pytest.approx({"length_bias": 10 / 15 - 1, "reward_bias": 0.25, "difficulty_bias": -0.5})
+
+
+def test_members_taken_out_count_as_dispatched_and_not_as_trained() -> None:
+    ledger = Ledger()
+    ledger.move(0, "scoring", tokens=50, outcome=GroupOutcome(3, 50, 1.0, 1))
+    ledger.move(0, "waiting", tokens=20, outcome=GroupOutcome(2, 20, 1.0, 1))
+    ledger.remove_members(0, 15, "rejected", GroupOutcome(1, 5, 1.0, 1))
+    ledger.move(0, "in_training")
+    ledger.move(0, "trained")
+    assert (ledger.tokens("trained"), ledger.tokens("dropped", "members"), ledger.tokens("dropped", "rejected")) == (5, 30, 15)
+    assert ledger.bias.means()["length"] == {"dispatched": 50 / 3, "trained": 5.0}

@@ -393,7 +393,7 @@ def test_a_snapshot_continues_where_it_was_made() -> None:
     assert resumed.groups_rejected == pool.groups_rejected
     assert resumed.sampler.rejection_ema == pool.sampler.rejection_ema
     assert resumed.ledger.count("trained") == 2
-    assert resumed.ledger.state_of(30) == "in_flight"
+    assert resumed.ledger.state_of(30) == "pending"
     assert resumed.ledger.tokens("dropped", "interrupted") == 7
     expected, got = pool.take(2, Scorer(), 0.0), resumed.take(2, Scorer(), 0.0)
     assert ids(got) == ids(expected) == [2, 31]
@@ -433,3 +433,65 @@ def test_stats_tell_where_groups_are() -> None:
     pool.take(0, None, 0.0)
     stats = pool.stats()
     assert (stats["waiting_groups"], stats["reserved_groups"], stats["in_training_groups"]) == (1, 1, 2)
+
+
+# --- what leaves otherwise ------------------------------------------------------------------------------------------------
+
+
+def test_groups_with_tokens_of_unproved_weights_fail_and_make_room() -> None:
+    pool = make_pool(max_policy_age=3)
+    pool.set_policy_version(2)
+    fill(pool, make_group(0, [[1]]), make_group(1, [[1, 2]]), make_group(2, [[2]]))
+    assert pool.fail_unproved(2) == 2
+    assert pool.ledger.count("failed", "unproved weights") == 2
+    assert pool.ledger.tokens("failed", "unproved weights") == 3
+    assert pool.reserve(64, 0.0) == 8 - 1
+
+
+def test_a_group_that_fails_while_others_are_scored_is_not_taken() -> None:
+    pool = pace_pool()
+
+    def scorer(groups):
+        pool.reserve(2, 0.0)
+        pool.add(make_group(20, [[0], [0]], 0))
+        pool.add(make_group(21, [[0], [0]], 0))
+        assert pool.fail_unproved(1) == 4
+        return Scorer()(groups)
+
+    assert ids(pool.take(1, scorer, 0.0)) == [20, 21]
+    assert pool.ledger.count("failed", "unproved weights") == 4
+
+
+def test_rejected_trajectories_leave_their_groups() -> None:
+    # 2 groups of 3, batch 1; V = c = 4; member 0 of group 0 was forgotten most, then the two of group 1 leave with their group
+    sampler = PaceSampler(ema_beta=1.0, unit="trajectory")
+    pool = make_pool(batch_groups=1, max_policy_age=None, sampler=sampler)
+    pool.set_policy_version(4)
+    fill(pool, make_group(0, [[2], [4], [4]], 4), make_group(1, [[3], [3], [3]], 4))
+
+    def scorer(groups):
+        return [torch.full((g.token_ids.numel(),), -2.0 if g.group_id == 0 else -0.5) for g in groups]
+
+    (taken,) = pool.take(4, scorer, 0.0)
+    assert taken.group.token_versions.tolist() == [-1, -1, 4, -1, -1, 4]
+    assert taken.group.rewards.tolist() == [1.0, 0.0]
+    assert taken.logprobs is None
+    assert pool.ledger.tokens("dropped", "rejected") == 1 + 3
+    pool.set_policy_version(5)
+    assert pool.ledger.tokens("trained") == 2
+
+
+def test_every_contradiction_is_told_at_once() -> None:
+    with pytest.raises(ConfigurationError, match=r"capacity_groups must be at least 6.*target_occupancy must.*age_measure must"):
+        make_pool(max_policy_age=2, capacity_groups=5, sampler=PaceSampler(target_occupancy=9, unit="trajectory"))
+
+
+def test_staleness_at_completion_is_given_once() -> None:
+    # c = 2: (2-0 + 2-2) / 2 = 1 for one member, 0 for the other: mean .5; V - c = 3 - 2
+    pool = make_pool(max_policy_age=9)
+    pool.set_policy_version(3)
+    fill(pool, make_group(0, [[0, 2], [2]], 2))
+    completed = pool.completed_staleness()
+    assert completed["completed_generation_staleness"].tolist() == [0.5]
+    assert completed["completed_waiting_staleness"].tolist() == [1.0]
+    assert pool.completed_staleness()["completed_waiting_staleness"].tolist() == []

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 
+import pytest
 from builders import make_group
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_pool import Scorer, through_a_file
 
+from lit_asyncrl.pool.ledger import UNPROVED
 from lit_asyncrl.pool.pace import PaceSampler
 from lit_asyncrl.pool.pool import TrajectoryPool
+from lit_asyncrl.pool.ranking import FreshestFirstSampler, MaxAgeSampler, TotalStalenessSampler
 from lit_asyncrl.pool.sampler import FifoSampler
 from lit_asyncrl.supervisor import Supervisor
+
+SAMPLERS = {
+    "fifo": FifoSampler,
+    "pace": lambda: PaceSampler(ema_beta=0.7, target_occupancy=1),
+    "trajectories": lambda: PaceSampler(ema_beta=0.7, target_occupancy=0.5, scale="absolute", unit="trajectory"),
+    "total": lambda: TotalStalenessSampler(ema_beta=0.7, target_occupancy=1),
+    "max age": lambda: MaxAgeSampler(ema_beta=0.7, target_occupancy=1),
+    "freshest": lambda: FreshestFirstSampler(ema_beta=0.7),
+}
+SYNCHRONOUS = {**SAMPLERS, "pace": PaceSampler, "trajectories": lambda: PaceSampler(unit="trajectory")}
+"""With targets of one batch, which is all that waits at age 0."""
+
+PATIENCE = 40
+"""Updates within which every group must have left a pool that goes on."""
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -24,12 +42,14 @@ class PoolMachine(RuleBasedStateMachine):
         batch=st.integers(1, 3),
         age=st.sampled_from([None, 0, 1, 2]),
         measure=st.sampled_from(["mean", "oldest"]),
-        pace=st.booleans(),
+        sampler=st.sampled_from(sorted(SAMPLERS)),
     )
-    def start(self, batch, age, measure, pace) -> None:
+    def start(self, batch, age, measure, sampler) -> None:
+        if sampler == "trajectories" and age is not None:
+            measure = "oldest"  # what its mean may rise above
         self.make = lambda: TrajectoryPool(
             batch_groups=batch,
-            sampler=PaceSampler(ema_beta=0.7, target_occupancy=1) if pace else FifoSampler(),
+            sampler=SAMPLERS[sampler](),
             max_policy_age=age,
             age_measure=measure,
             supervisor=Supervisor(),
@@ -39,7 +59,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.age, self.measure, self.batch = age, measure, batch
         self.version = self.served = 0
         self.in_flight: dict[int, int] = {}  # id -> version that sampled its first token
-        self.next_id = 0
+        self.next_id = self.reported = 0
         self.fate: dict[int, str] = {}
         self.untrained: list[int] = []
 
@@ -56,7 +76,10 @@ class PoolMachine(RuleBasedStateMachine):
         group_id = data.draw(st.sampled_from(sorted(self.in_flight)))
         first = self.in_flight.pop(group_id)
         length = data.draw(st.integers(1, 3))
-        self.pool.add(make_group(group_id, [[first] * length + [self.served], [self.served]], self.served))
+        responses = [[first] * length + [self.served], [self.served], [first, self.served]]
+        self.pool.record(group_id, "in_flight", tokens=length + 4)
+        self.pool.add(make_group(group_id, responses, self.served))
+        self.reported += length + 4
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), state=st.sampled_from(["failed", "dropped"]))
@@ -64,6 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         group_id = data.draw(st.sampled_from(sorted(self.in_flight)))
         del self.in_flight[group_id]
         self.pool.record(group_id, state, tokens=3, reason="test")
+        self.reported += 3
         self.pool.release(1)
 
     @precondition(lambda self: len(self.pool) >= self.batch)
@@ -96,6 +120,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.served = data.draw(st.integers(self.served + 1, self.version))
         self.pool.delivered(self.served)
 
+    @precondition(lambda self: self.served > 0)
+    @rule()
+    def fail_unproved(self) -> None:
+        before = self.pool.ledger.count("failed", UNPROVED)
+        failed = self.pool.fail_unproved(self.served)
+        assert self.pool.ledger.count("failed", UNPROVED) == before + failed
+
     @rule()
     def resume(self) -> None:
         state = through_a_file(self.pool.state_dict())
@@ -110,8 +141,29 @@ class PoolMachine(RuleBasedStateMachine):
         room = self.pool.reserve(len(self.in_flight), 0.0) if self.in_flight else 0
         assert room == len(self.in_flight)
         for group_id in self.in_flight:
+            assert self.pool.ledger.state_of(group_id) == "pending"
             self.pool.record(group_id, "in_flight")
             self.in_flight[group_id] = self.served
+
+    def teardown(self) -> None:
+        """Goes on with ever new groups: none that was here may stay for ever."""
+        if not hasattr(self, "pool"):
+            return
+        self.pool.settle_skipped()
+        for group_id in self.in_flight:
+            self.pool.record(group_id, "failed", reason="end")
+        self.pool.release(len(self.in_flight))
+        last = self.next_id
+        for _ in range(PATIENCE):
+            self.version += 1
+            self.pool.set_policy_version(self.version)
+            self.pool.delivered(self.version)
+            for _ in range(self.pool.reserve(99, 0.0)):
+                self.pool.add(make_group(self.next_id, [[self.version], [self.version]], self.version))
+                self.next_id += 1
+            self.pool.take(self.version, Scorer(), 0.0)
+        states = [self.pool.ledger.state_of(group_id) for group_id in range(last)]
+        assert not any(states), "a group waits for ever"
 
     @invariant()
     def capacity_is_never_exceeded(self) -> None:
@@ -119,12 +171,13 @@ class PoolMachine(RuleBasedStateMachine):
         outstanding = stats["waiting_groups"] + stats["reserved_groups"] + stats["in_training_groups"]
         assert outstanding <= self.pool.limit
         assert stats["reserved_groups"] == len(self.in_flight)
-        assert len(self.pool._buffer.storage) <= self.pool.limit
+        assert self.pool._waiting.num_stored <= self.pool.limit
 
     @invariant()
     def the_ledger_closes(self) -> None:
         ledger = self.pool.ledger
         assert sum(row.prompts for row in ledger.rows()) == ledger.num_dispatched == self.next_id
+        assert ledger.num_tokens == sum(row.tokens for row in ledger.rows()) == self.reported
         assert ledger.count("waiting") == len(self.pool)
         assert ledger.count("in_flight") == len(self.in_flight)
         skipped = ledger.count("dropped", "skipped_update")
@@ -132,29 +185,30 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestPoolModel = PoolMachine.TestCase
 
 
-def test_four_producers_and_one_consumer_lose_and_repeat_nothing() -> None:
-    num_groups, num_producers, batch = 4000, 4, 16
+@pytest.mark.parametrize("num_groups", [8_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_eight_producers_and_one_consumer_lose_and_repeat_nothing(num_groups) -> None:
+    num_producers, batch, capacity = 8, 16, 48
     supervisor = Supervisor()
     pool = TrajectoryPool(
-        batch_groups=batch, sampler=FifoSampler(), max_policy_age=None, capacity_groups=48, supervisor=supervisor
+        batch_groups=batch, sampler=FifoSampler(), max_policy_age=None, capacity_groups=capacity, supervisor=supervisor
     )
     pool.open_admission()
-    ids, lock = iter(range(num_groups)), threading.Lock()
+    ids, lock, model = iter(range(num_groups)), threading.Lock(), make_group()
 
     def produce() -> None:
         try:
             while True:
-                granted = pool.reserve(4, 10.0)
-                assert granted, "no room within 10 s"
+                granted = pool.reserve(4, 60.0)
+                assert granted, "no room within 60 s"
                 with lock:
                     mine = list(itertools.islice(ids, granted))
                 for group_id in mine:
-                    pool.add(make_group(group_id))
+                    pool.add(dataclasses.replace(model, group_id=group_id))
                 pool.release(granted - len(mine))
                 if len(mine) < granted:
                     return
@@ -166,12 +220,36 @@ def test_four_producers_and_one_consumer_lose_and_repeat_nothing() -> None:
         thread.start()
     seen: list[int] = []
     for version in range(num_groups // batch):
-        seen += [item.group.group_id for item in pool.take(version, None, 10.0)]
-        assert len(pool._buffer.storage) <= 48
+        seen += [item.group.group_id for item in pool.take(version, None, 60.0)]
+        assert pool._waiting.num_stored <= capacity
         pool.set_policy_version(version + 1)
         pool.delivered(version + 1)
     for thread in threads:
-        thread.join(10.0)
+        thread.join(60.0)
     supervisor.raise_if_failed()
     assert sorted(seen) == list(range(num_groups))
     assert pool.ledger.count("trained") == num_groups
+    assert pool.ledger.num_open == 0
+
+
+@pytest.mark.parametrize("sampler", sorted(SAMPLERS))
+def test_at_age_zero_every_sampler_gives_the_synchronous_order(sampler) -> None:
+    pool = TrajectoryPool(
+        batch_groups=4, sampler=SYNCHRONOUS[sampler](), max_policy_age=0, age_measure="oldest", supervisor=Supervisor()
+    )
+    pool.open_admission()
+    order, tokens = [], []
+    for version in range(5):
+        assert pool.reserve(99, 0.0) == 4
+        for group_id in range(4 * version, 4 * version + 4):
+            pool.add(make_group(group_id, [[version]] * (1 + group_id % 3), version))
+        assert pool.reserve(99, 0.0) == 0
+        taken = [item.group for item in pool.take(version, Scorer(), 0.0)]
+        order += [group.group_id for group in taken]
+        tokens += [token for group in taken for token in group.token_ids.tolist()]
+        pool.set_policy_version(version + 1)
+        pool.delivered(version + 1)
+    assert order == list(range(20))
+    expected = [make_group(i, [[i // 4]] * (1 + i % 3), i // 4) for i in range(20)]
+    assert tokens == [token for group in expected for token in group.token_ids.tolist()]
+    assert pool.groups_rejected == 0

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -156,3 +157,16 @@ def test_precedence_and_left_association_are_those_of_arithmetic(text, value):
 def test_anything_but_plain_arithmetic_is_refused(text):
     with pytest.raises(ValueError):
         evaluate_expression(text)
+
+
+def test_a_question_puts_the_calculation_into_a_chat_message_and_counts_the_last_number():
+    task = Arithmetic(question="What is {}?", operations=["-"], min_operand=7, max_operand=12)
+    example = task.train_example(0)
+    left, right = (int(number) for number in re.findall(r"\d+", example.prompt[0]["content"]))
+    assert example.prompt == [{"role": "user", "content": f"What is {left} - {right}?"}]
+    assert task.rewards[0](f"That is {left} - {right} = {left - right}.", example) == 1.0
+
+
+def test_a_question_without_a_place_for_the_calculation_is_refused():
+    with pytest.raises(ConfigurationError, match=r"question must hold \{\} once"):
+        Arithmetic(question="What is it?")

@@ -2,8 +2,10 @@
 
 import pytest
 
+from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.tasks import CharacterShare, CountdownReward, ExactMatch, LastNumber, LengthPenalty
-from lit_asyncrl.types import Example
+from lit_asyncrl.tasks.rewards import OverlongPenalty
+from lit_asyncrl.types import Example, Response
 
 
 def example(answer):
@@ -70,3 +72,24 @@ def test_countdown_reward_wants_the_target_from_the_given_numbers(completion, va
 
 def test_countdown_reward_lets_a_response_leave_out_numbers():
     assert CountdownReward()("7*3", example({"numbers": [3, 7, 25], "target": 21})) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"),
+    # max_tokens 16, buffer 4: free up to 12, then a quarter a token
+    [(1, 0.0), (12, 0.0), (13, -0.25), (15, -0.75), (16, -1.0), (20, -1.0)],
+)
+def test_overlong_penalty_falls_linearly_over_its_buffer(num_tokens, penalty):
+    reward = OverlongPenalty(16, 4)
+    assert reward(Response("text", num_tokens), example("a")) == penalty
+
+
+def test_overlong_penalty_refuses_text_without_a_length():
+    with pytest.raises(TypeError, match=r"must be a .*Response, got str"):
+        OverlongPenalty(16, 4)("text", example("a"))
+
+
+@pytest.mark.parametrize("buffer_tokens", [0, 17])
+def test_overlong_penalty_needs_a_buffer_within_the_budget(buffer_tokens):
+    with pytest.raises(ConfigurationError, match=r"buffer_tokens must be at least 1 and at most max_tokens, got"):
+        OverlongPenalty(16, buffer_tokens)
