@@ -30,6 +30,7 @@ from lit_asyncrl.generation.rollout import RolloutWorker
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.policy import end_of_sequence_ids, probe_ids, resolve_policy_path, vocabulary_size
+from lit_asyncrl.pool.ledger import UNPROVED
 
 PRECISIONS = ("32-true", "bf16-mixed", "64-true")
 """Values of `trainer.precision` that keep the master weights exact."""
@@ -234,6 +235,8 @@ class AsyncRollout(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Release everything: Lightning calls no teardown after an exception."""
         self.close()
+        if hasattr(self, "worker"):  # after a failed proof of delivery, what was sampled since the last proved one
+            self.worker.fail_unproved(self.publisher.served_version + 1, UNPROVED)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release everything."""

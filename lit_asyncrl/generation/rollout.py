@@ -24,6 +24,9 @@ from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.timing import StepTimes
 from lit_asyncrl.types import Completion, GenerationRequest, Prompt, Response, SamplingParams
 
+UNPROVED_POLL_S = 0.005
+"""Longest wait for completions, in seconds, while complete groups wait for the proof of their weights."""
+
 Truncated = Literal["train", "mask", "drop"]
 ZeroVariance = Literal["keep", "drop"]
 
@@ -41,7 +44,7 @@ class _PendingGroup:
     completions: list[Completion | None]
     missing: int = field(init=False)
     tokens: int = 0  # of the completions that are here
-    failure: str | None = None  # why it fails once its last response is here
+    newest_version: int = -1  # of their tokens
 
     def __post_init__(self) -> None:
         self.missing = len(self.completions)
@@ -97,6 +100,7 @@ class RolloutWorker:
         self._supervisor = supervisor
         self.times = StepTimes()
         self._pending: dict[int, _PendingGroup] = {}
+        self._unproved: list[_PendingGroup] = []  # complete, with tokens of weights whose delivery is not proved yet
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -141,25 +145,21 @@ class RolloutWorker:
         return max(0, self._engine.generated_tokens - self.collected_tokens)
 
     def fail_unproved(self, policy_version: int, reason: str) -> int:
-        """The delivery of these weights could not be proved: groups in flight with a token of that version or newer fail.
+        """Groups with a token of this version or a newer one fail: its delivery was not proved. Call after `stop`.
 
-        They do so when their last response is here. Groups in the pool are the pool's to fail.
+        No such group has reached the pool: complete ones wait here for the proof.
 
         Args:
             policy_version: of the weights.
             reason: as the ledger is told.
 
         Returns:
-            How many groups will fail.
+            How many groups failed.
         """
-        with self._lock:
-            doubtful = [
-                pending
-                for pending in self._pending.values()
-                if any(max(c.token_versions, default=-1) >= policy_version for c in pending.completions if c is not None)
-            ]
-            for pending in doubtful:
-                pending.failure = reason
+        doubtful = [pending for pending in self._pending.values() if pending.newest_version >= policy_version]
+        for pending in doubtful:
+            self._end(pending, "failed", reason)
+        self._unproved = []
         return len(doubtful)
 
     @property
@@ -215,8 +215,9 @@ class RolloutWorker:
     def _collect_loop(self) -> None:
         while not self._closing.is_set():
             self._supervisor.raise_if_stopping()
-            for completion in self._engine.completions(POLL_S):
+            for completion in self._engine.completions(UNPROVED_POLL_S if self._unproved else POLL_S):
                 self._collect(completion)
+            self._finish_proved()
 
     def _collect(self, completion: Completion) -> None:
         group_id, index = divmod(completion.request_id, self._config.group_size)
@@ -232,17 +233,27 @@ class RolloutWorker:
             pending.completions[index] = completion
             pending.missing -= 1
             pending.tokens += len(completion.token_ids)
+            pending.newest_version = max([pending.newest_version, *completion.token_versions])
             self.collected_tokens += len(completion.token_ids)
             self._sink.record(group_id, "scoring" if pending.missing == 0 else "in_flight", tokens=pending.tokens)
         if pending.missing == 0:
-            self._finish(pending)
+            self._unproved.append(pending)
+            self._finish_proved()
+
+    def _finish_proved(self) -> None:
+        """Hand on the complete groups whose every token is of weights that the engine provably served; hold the others back."""
+        served, complete = self._served_version(), self._unproved
+        self._unproved = [pending for pending in complete if pending.newest_version > served]
+        for pending in complete:
+            if pending.newest_version <= served:
+                self._finish(pending)
 
     def _finish(self, pending: _PendingGroup) -> None:
         """Score a group whose responses are all here, and hand it to the pool or say why not."""
         completions = [c for c in pending.completions if c is not None]
         prompt, task = pending.prompt, self._tasks[pending.prompt.example.task]
-        if pending.failure is not None or any(c.finish_reason == "abort" for c in completions):
-            self._end(pending, "failed", pending.failure or "aborted member")
+        if any(c.finish_reason == "abort" for c in completions):
+            self._end(pending, "failed", "aborted member")
             return
         with self.times.measure("reward"):
             responses = [Response(self._decode(c.token_ids), len(c.token_ids)) for c in completions]
@@ -269,11 +280,8 @@ class RolloutWorker:
             self._end(pending, "dropped", "zero variance")
             return
         with self.times.measure("assemble"), self._lock:
-            if pending.failure is None:
-                self._sink.add(group)
-                self._forget(pending)
-                return
-        self._end(pending, "failed", pending.failure)
+            self._sink.add(group)
+            self._forget(pending)
 
     def _end(self, pending: _PendingGroup, state: str, reason: str) -> None:
         with self._lock:

@@ -46,6 +46,8 @@ def register() -> None:
     trainer = int(os.environ.get(TRAINER_PID, os.getpid()))
     if trainer != os.getpid():
         _follow(trainer)
+        # At each update it warns of layers without weights of their own (rotary embeddings, tied heads).
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         logging.getLogger("vllm").addHandler(FailureFile(os.environ["VLLM_RPC_BASE_PATH"]))
 
 

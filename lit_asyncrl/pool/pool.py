@@ -20,7 +20,7 @@ from lit_asyncrl.errors import CheckpointError, PoolError, WaitTimeoutError
 from lit_asyncrl.interfaces import PrefixScorer
 from lit_asyncrl.pool.admission import admission_limit
 from lit_asyncrl.pool.facts import AgeMeasure, inspect_group
-from lit_asyncrl.pool.ledger import UNPROVED, Ledger
+from lit_asyncrl.pool.ledger import Ledger
 from lit_asyncrl.pool.records import TakenGroup
 from lit_asyncrl.pool.rescoring import score_prefixes
 from lit_asyncrl.pool.sampler import StalenessSampler
@@ -271,18 +271,6 @@ class TrajectoryPool:
             self._drop(list(self._untrained), "skipped_update")
             self._untrained.clear()
             self._changed.notify_all()
-
-    def fail_unproved(self, policy_version: int) -> int:
-        """The delivery of these weights could not be proved: waiting groups with a token of that version or newer fail.
-
-        Returns:
-            How many groups failed.
-        """
-        with self._changed:
-            doubtful = self._waiting.remove_newer(policy_version)
-            self.ledger.move_all(doubtful, "failed", UNPROVED)
-            self._changed.notify_all()
-            return len(doubtful)
 
     def _drop(self, group_ids: Sequence[int], reason: str) -> None:
         self._dropped[reason] += len(group_ids)

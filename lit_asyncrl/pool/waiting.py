@@ -109,13 +109,6 @@ class WaitingGroups:
         self._remove(gone)
         return gone
 
-    def remove_newer(self, policy_version: int) -> list[int]:
-        """Groups with a token of this version or a newer one leave; their ids."""
-        self.write()
-        gone = [facts.group_id for facts in self._known.values() if facts.newest_version >= policy_version]
-        self._remove(gone)
-        return gone
-
     def _remove(self, group_ids: Sequence[int]) -> None:
         slots = [self._slot_of[group_id] for group_id in group_ids]
         self._sampler.discard(slots)

@@ -71,6 +71,7 @@ class Run:
     """A worker with a real pool and a scripted engine."""
 
     def __init__(self, respond=answer, *, prompts=None, scorer=None, engine=None, **config) -> None:
+        self.served_version = 0
         self.supervisor = Supervisor()
         self.pool = TrajectoryPool(batch_groups=BATCH_GROUPS, sampler=FifoSampler(), max_policy_age=4, supervisor=self.supervisor)
         self.engine = engine or ScriptedEngine(respond)
@@ -83,7 +84,7 @@ class Run:
             {"toy": task},
             lambda ids: " ".join(map(str, ids)),
             RolloutConfig(GROUP_SIZE, SamplingParams(max_new_tokens=4), **config),
-            served_version=lambda: 0,
+            served_version=lambda: self.served_version,
             supervisor=self.supervisor,
         )
         self.engine.start("", eos_token_ids=(1,), probe_ids=(0, 1), max_model_len=None)
@@ -311,7 +312,7 @@ def test_a_prompt_source_that_raises_ends_the_run_with_its_error():
 
 def test_a_prompt_source_that_ends_gives_its_room_back():
     with Run(prompts=Prompts(BATCH_GROUPS)) as run:
-        assert len(run.take()) == BATCH_GROUPS
+        assert len(run.pool.take(1, None, TIMEOUT_S)) == BATCH_GROUPS
         run.supervisor.wait_for(
             threading.Condition(), lambda: run.worker.exhausted, timeout_s=TIMEOUT_S, who="test", what="the end of the prompts"
         )
@@ -366,18 +367,32 @@ def test_dispatched_groups_are_compared_with_trained_ones():
     assert means["reward"] == {"dispatched": 0.5, "trained": 0.5}
 
 
-def test_groups_in_flight_with_tokens_of_unproved_weights_fail_when_they_are_complete():
-    halves = ShuffledEngine(answer, BATCH_GROUPS * GROUP_SIZE, lambda held: held[: GROUP_SIZE + 1])
-    with Run(engine=halves) as run:
-        ledger = run.pool.ledger
+def test_a_complete_group_waits_for_the_proof_of_the_weights_that_sampled_it():
+    with Run(lambda request, version: answer(request, 1)) as run:
+        run.pool.set_policy_version(1)
         run.supervisor.wait_for(
-            threading.Condition(), lambda: len(run.pool) == 1, timeout_s=TIMEOUT_S, who="test", what="the first group"
+            threading.Condition(),
+            lambda: len(run.worker._unproved) == BATCH_GROUPS,
+            timeout_s=TIMEOUT_S,
+            who="test",
+            what="groups",
         )
+        assert len(run.pool) == 0
+        run.served_version = 1
+        assert len(run.pool.take(1, None, TIMEOUT_S)) == BATCH_GROUPS
+
+
+def test_what_unproved_weights_sampled_fails_and_is_never_pooled():
+    run = Run(lambda request, version: answer(request, token_versions=[0, 1]))
+    with run:
+        run.pool.set_policy_version(1)
         run.supervisor.wait_for(
-            threading.Condition(), lambda: ledger.tokens("in_flight") == 2, timeout_s=TIMEOUT_S, who="test", what="a member"
+            threading.Condition(),
+            lambda: len(run.worker._unproved) == BATCH_GROUPS,
+            timeout_s=TIMEOUT_S,
+            who="test",
+            what="groups",
         )
-        assert run.worker.fail_unproved(0, UNPROVED) == 1
-        assert run.worker.fail_unproved(1, UNPROVED) == 0
-        run.worker._collect(answer(GenerationRequest(3, (7,), SamplingParams(), 0)))
-        assert ledger.count("failed", UNPROVED) == 1
-        assert ledger.tokens("failed", UNPROVED) == 4
+    assert run.worker.fail_unproved(1, UNPROVED) == BATCH_GROUPS
+    assert (len(run.pool), run.pool.ledger.count("failed", UNPROVED)) == (0, BATCH_GROUPS)
+    assert run.pool.ledger.tokens("failed", UNPROVED) == BATCH_GROUPS * GROUP_SIZE * 2

@@ -1,7 +1,6 @@
 """The rehearsal of weight delivery, against a real transformers model behind the inline engine, whole and broken."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -438,30 +438,6 @@ def test_stats_tell_where_groups_are() -> None:
 # --- what leaves otherwise ------------------------------------------------------------------------------------------------
 
 
-def test_groups_with_tokens_of_unproved_weights_fail_and_make_room() -> None:
-    pool = make_pool(max_policy_age=3)
-    pool.set_policy_version(2)
-    fill(pool, make_group(0, [[1]]), make_group(1, [[1, 2]]), make_group(2, [[2]]))
-    assert pool.fail_unproved(2) == 2
-    assert pool.ledger.count("failed", "unproved weights") == 2
-    assert pool.ledger.tokens("failed", "unproved weights") == 3
-    assert pool.reserve(64, 0.0) == 8 - 1
-
-
-def test_a_group_that_fails_while_others_are_scored_is_not_taken() -> None:
-    pool = pace_pool()
-
-    def scorer(groups):
-        pool.reserve(2, 0.0)
-        pool.add(make_group(20, [[0], [0]], 0))
-        pool.add(make_group(21, [[0], [0]], 0))
-        assert pool.fail_unproved(1) == 4
-        return Scorer()(groups)
-
-    assert ids(pool.take(1, scorer, 0.0)) == [20, 21]
-    assert pool.ledger.count("failed", "unproved weights") == 4
-
-
 def test_rejected_trajectories_leave_their_groups() -> None:
     # 2 groups of 3, batch 1; V = c = 4; member 0 of group 0 was forgotten most, then the two of group 1 leave with their group
     sampler = PaceSampler(ema_beta=1.0, unit="trajectory")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_pool import Scorer, through_a_file
 
-from lit_asyncrl.pool.ledger import UNPROVED
 from lit_asyncrl.pool.pace import PaceSampler
 from lit_asyncrl.pool.pool import TrajectoryPool
 from lit_asyncrl.pool.ranking import FreshestFirstSampler, MaxAgeSampler, TotalStalenessSampler
@@ -119,13 +118,6 @@ class PoolMachine(RuleBasedStateMachine):
     def deliver(self, data) -> None:
         self.served = data.draw(st.integers(self.served + 1, self.version))
         self.pool.delivered(self.served)
-
-    @precondition(lambda self: self.served > 0)
-    @rule()
-    def fail_unproved(self) -> None:
-        before = self.pool.ledger.count("failed", UNPROVED)
-        failed = self.pool.fail_unproved(self.served)
-        assert self.pool.ledger.count("failed", UNPROVED) == before + failed
 
     @rule()
     def resume(self) -> None:
