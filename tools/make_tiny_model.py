@@ -48,8 +48,8 @@ def make_tokenizer(max_length: int) -> Any:
     )
 
 
-def make_model(hidden_size: int, num_layers: int, max_length: int) -> Any:
-    """A Qwen3 causal language model with 4 query heads, 2 key-value heads of 32 and tied embeddings, float32."""
+def make_model(hidden_size: int, head_dim: int, num_layers: int, max_length: int) -> Any:
+    """A Qwen3 causal language model with 4 query heads, 2 key-value heads and tied embeddings, float32."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -59,7 +59,7 @@ def make_model(hidden_size: int, num_layers: int, max_length: int) -> Any:
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # the smallest that vLLM serves
+        head_dim=head_dim,
         max_position_embeddings=max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -146,6 +146,7 @@ def main(
     batch_size: int = 64,
     learning_rate: float = 2e-3,
     hidden_size: int = 64,
+    head_dim: int = 32,
     num_layers: int = 2,
     max_length: int = 256,
     seed: int = 0,
@@ -162,6 +163,7 @@ def main(
         batch_size: examples a step.
         learning_rate: of AdamW.
         hidden_size: width.
+        head_dim: width of an attention head; vLLM serves 32 and above.
         num_layers: transformer blocks.
         max_length: context in tokens.
         seed: of the initial weights.
@@ -170,7 +172,7 @@ def main(
     torch.manual_seed(seed)
     started = time.perf_counter()
     tokenizer = make_tokenizer(max_length)
-    model = make_model(hidden_size, num_layers, max_length)
+    model = make_model(hidden_size, head_dim, num_layers, max_length)
     if first_task is not None:
         warm_start(model, first_task, tokenizer, steps=first_steps, batch_size=batch_size, learning_rate=learning_rate)
     warm_start(model, task, tokenizer, steps=steps, batch_size=batch_size, learning_rate=learning_rate)

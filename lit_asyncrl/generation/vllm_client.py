@@ -27,6 +27,8 @@ FIRST_TOKEN_ONLY = 10**9
 """vLLM's `stream_interval`: an output for the first token, and one at the end."""
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the prefix cache with a CPU build; its own 128 would leave shorter prompts unshared."""
+CPU_STEP_TOKENS = 2048
+"""Tokens of one step of a CPU build, or the longest response if that is more."""
 T = TypeVar("T")
 
 
@@ -182,8 +184,8 @@ class LocalClient:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        blocks = {"block_size": CPU_BLOCK_TOKENS} if current_platform.is_cpu() else {}
-        arguments = AsyncEngineArgs(**(blocks | self._engine_args))
+        platform = cpu_arguments(self._engine_args["max_model_len"]) if current_platform.is_cpu() else {}
+        arguments = AsyncEngineArgs(**(platform | self._engine_args))
         config = arguments.create_engine_config()
         check_attention(self._engine_args["model"], config.model_config.get_head_size())
         if self._stopped:  # while vLLM was imported
@@ -361,6 +363,15 @@ def check_attention(model: str, head_size: int) -> None:
                 f"model.policy.path must be a model whose attention heads have one of the sizes {supported} for vLLM on a CPU, "
                 f"got {head_size} ({model!r}). Take the embedded engine (HFEngine), or a model with another head_dim."
             )
+
+
+def cpu_arguments(max_model_len: int | None) -> dict[str, Any]:
+    """Engine arguments of a CPU build, unless the user gives others.
+
+    A prompt is read in one step: vLLM sets a response's random generator back after a part of one, which no CPU generator can.
+    """
+    step = {} if max_model_len is None else {"max_num_batched_tokens": max(CPU_STEP_TOKENS, max_model_len)}
+    return {"block_size": CPU_BLOCK_TOKENS, "enable_chunked_prefill": False} | step
 
 
 @contextlib.contextmanager

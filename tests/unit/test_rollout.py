@@ -312,7 +312,7 @@ def test_a_prompt_source_that_raises_ends_the_run_with_its_error():
 
 def test_a_prompt_source_that_ends_gives_its_room_back():
     with Run(prompts=Prompts(BATCH_GROUPS)) as run:
-        assert len(run.pool.take(1, None, TIMEOUT_S)) == BATCH_GROUPS
+        assert len(run.take()) == BATCH_GROUPS
         run.supervisor.wait_for(
             threading.Condition(), lambda: run.worker.exhausted, timeout_s=TIMEOUT_S, who="test", what="the end of the prompts"
         )
