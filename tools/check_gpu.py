@@ -134,7 +134,6 @@ def vllm_nccl() -> str:
 
 
 HALF_GPU = {"gpu_memory_utilization": 0.4}
-ENGINE = "--trainer.callbacks.engine"
 FEATURES: dict[str, Callable[[], str]] = {
     "gpu": gpu_arithmetic,
     "embedded_engine": lambda: deliver_and_sample(HFEngine(device="cuda"), EXACT_NOISE),
@@ -147,7 +146,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     ),
     "vllm_ipc": lambda: deliver_and_sample(VLLMEngine(dtype="bfloat16", transport="ipc", engine_args=HALF_GPU), ROUNDED_NOISE),
     "vllm_nccl": vllm_nccl,
-    "fit_with_vllm": lambda: fit(ENGINE, "VLLMEngine", f"{ENGINE}.dtype", "bfloat16"),
+    "fit_with_vllm": lambda: fit("--config", "engine/vllm"),
 }
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_asyncrl.errors import ConfigurationError
-from lit_asyncrl.generation.vllm_client import LocalClient, VLLMClient
+from lit_asyncrl.generation.vllm_client import LocalClient
 from lit_asyncrl.generation.vllm_engine import VLLMEngineBase
+from lit_asyncrl.generation.vllm_interface import VLLMClient
 from lit_asyncrl.generation.vllm_sender import DeviceSender, SharedMemorySender, Transport, WeightSender
 from lit_asyncrl.policy import Dtype
 from lit_asyncrl.types import InFlight, PrefixCache

@@ -3,35 +3,30 @@
     submit --> task per request --gate--> client.generate --> finished completions --> take
     begin_update --> sync thread: stage, close the gate, pause, stream, resume, open the gate, probe --> finish_update
 
-The gate holds requests back while weights change, so that each goes to vLLM under the prefix-cache salt of the weights that
-prefill it. vLLM is given a few requests more than it has slots; those whose prompt it has not read when weights change are taken
-back, and go again under the new weights.
+`vllm_requests.py` has the requests and their gate.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import heapq
-import itertools
 import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lit_asyncrl.errors import AsyncRLError, EngineError, WeightSyncError
-from lit_asyncrl.generation.vllm_client import Sampled, VLLMClient, parse_version
+from lit_asyncrl.generation.vllm_interface import VLLMClient, parse_version
+from lit_asyncrl.generation.vllm_requests import VLLMRequests
 from lit_asyncrl.generation.vllm_sender import WeightSender
 from lit_asyncrl.supervisor import POLL_S
 from lit_asyncrl.types import (
     Completion,
     DeliveryReport,
-    FinishReason,
     GenerationRequest,
     InFlight,
     NamedTensors,
@@ -66,17 +61,6 @@ class BackendSettings:
     response_timeout_s: float
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A request and what has been sampled for it so far (over several tries when it was taken back)."""
-
-    request: GenerationRequest
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    tries: int = 0
-
-
 class VLLMBackend:
     """A running vLLM behind a `VLLMClient`. Thread-safe.
 
@@ -85,7 +69,6 @@ class VLLMBackend:
     """
 
     def __init__(self, client: VLLMClient, sender: WeightSender, settings: BackendSettings) -> None:
-        self.generated_tokens = 0
         self._client = client
         self._sender = sender
         self._settings = settings
@@ -96,15 +79,14 @@ class VLLMBackend:
         self._pending_version: int | None = None
         self._update: Future[DeliveryReport] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._at_vllm: dict[str, Purpose] = {}
-        self._begun: set[str] = set()  # those at vLLM whose first token is sampled
-        self._waiting: dict[Purpose, list[tuple[int, int, asyncio.Future[None]]]] = {"evaluation": [], "train": []}
-        self._ticket_numbers = itertools.count()
-        self._admitted = 0  # let go, and not yet at vLLM
-        self._updating = False
-        self._paused = False
-        self._salt = secrets.token_hex(8)
         self._calls: set[Future[Any]] = set()
+        self._requests = VLLMRequests(
+            client,
+            eos_token_ids=settings.eos_token_ids,
+            num_slots=settings.num_slots,
+            spawn=self._spawn,
+            finished=self._finish,
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
@@ -116,6 +98,11 @@ class VLLMBackend:
             raise
 
     @property
+    def generated_tokens(self) -> int:
+        """Training tokens that vLLM reported so far."""
+        return self._requests.generated_tokens
+
+    @property
     def max_model_len(self) -> int:
         """Tokens of prompt and response together."""
         return self._client.max_model_len
@@ -123,7 +110,7 @@ class VLLMBackend:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests."""
         self._raise_if_dead()
-        self._loop.call_soon_threadsafe(self._begin, [_Pending(request) for request in requests])
+        self._loop.call_soon_threadsafe(self._requests.begin, list(requests))
 
     def take(self, purpose: Purpose, timeout_s: float) -> list[Completion]:
         """Finished completions of one purpose; waits at most `timeout_s` for the first."""
@@ -172,7 +159,7 @@ class VLLMBackend:
     def set_paused(self, paused: bool) -> None:
         """Let training responses stand still (taken back from vLLM, sampled tokens kept), or go on."""
         self._raise_if_dead()
-        self.call(self._hold() if paused else self._release(), self._settings.response_timeout_s)
+        self.call(self._set_paused(paused), self._settings.response_timeout_s)
 
     def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
         """Run a coroutine on the loop and wait for it; without a limit, until the engine answers, fails or is stopped.
@@ -219,11 +206,7 @@ class VLLMBackend:
             self._loop.close()
         self._sender.close()
 
-    # ---------------------------------------------------------------- requests (event loop)
-
-    def _begin(self, pending: list[_Pending]) -> None:
-        for one in sorted(pending, key=lambda p: p.request.request_id):
-            self._spawn(self._sample(one))
+    # ---------------------------------------------------------------- tasks (event loop)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
@@ -235,112 +218,16 @@ class VLLMBackend:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    async def _sample(self, pending: _Pending) -> None:
-        """Sample a response, over as many tries as it is taken back."""
-        request, settings = pending.request, self._settings
-        while True:
-            await self._turn(request)
-            request_id = f"{request.request_id}-{request.purpose}-{pending.tries}"
-            pending.tries += 1
-            self._at_vllm[request_id] = request.purpose
-            try:
-                sampled = await self._client.generate(
-                    request_id,
-                    [*request.prompt_ids, *pending.token_ids],
-                    self._params(pending),
-                    self._salt if settings.prefix_cache == "salt" else None,
-                    functools.partial(self._begun.add, request_id),
-                )
-            finally:
-                del self._at_vllm[request_id]
-                self._begun.discard(request_id)
-                self._admit()
-            self._extend(pending, sampled)
-            if sampled.finish_reason != "abort":
-                break
-            if len(pending.token_ids) >= request.sampling.max_new_tokens or self._ends(pending, settings.eos_token_ids):
-                break  # taken back in the very step that would have ended it
-        reason: FinishReason = "stop" if self._ends(pending, settings.eos_token_ids) else "length"
-        self._finish(pending, reason)
-
-    def _ends(self, pending: _Pending, eos_token_ids: tuple[int, ...]) -> bool:
-        return bool(pending.token_ids) and pending.token_ids[-1] in eos_token_ids
-
-    def _extend(self, pending: _Pending, sampled: Sampled) -> None:
-        count = len(sampled.token_ids)
-        if not count == len(sampled.logprobs) == len(sampled.versions):
-            raise EngineError(
-                f"vLLM must return a log-prob and a version for each token, got {count} tokens, {len(sampled.logprobs)} "
-                f"log-probs and {len(sampled.versions)} versions (request {pending.request.request_id})."
-            )
-        pending.token_ids += sampled.token_ids
-        pending.logprobs += sampled.logprobs
-        pending.versions += sampled.versions
-        if pending.request.purpose == "train":
-            self.generated_tokens += count
-
-    def _finish(self, pending: _Pending, reason: FinishReason) -> None:
-        request = pending.request
-        completion = Completion(request.request_id, pending.token_ids, pending.logprobs, pending.versions, reason)
+    def _finish(self, purpose: Purpose, completion: Completion) -> None:
         with self._changed:
-            self._finished[request.purpose].append(completion)
+            self._finished[purpose].append(completion)
             self._changed.notify_all()
 
-    def _params(self, pending: _Pending) -> dict[str, Any]:
-        sampling, done = pending.request.sampling, len(pending.token_ids)
-        return {
-            "temperature": sampling.temperature,
-            "max_tokens": sampling.max_new_tokens - done,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            # vLLM starts a generator from the seed: a response that goes on must not see its first random numbers again.
-            "seed": (pending.request.seed + 0x9E3779B97F4A7C15 * done) % 2**63,
-            "stop_token_ids": list(self._settings.eos_token_ids),
-            "ignore_eos": True,
-            "logprobs": 0,
-            "detokenize": False,
-        }
-
-    # ---------------------------------------------------------------- the gate (event loop)
-
-    async def _turn(self, request: GenerationRequest) -> None:
-        """Wait until vLLM may be given this request."""
-        ticket: asyncio.Future[None] = self._loop.create_future()
-        # Oldest first: a response that was taken back goes before those that have not begun.
-        heapq.heappush(self._waiting[request.purpose], (request.request_id, next(self._ticket_numbers), ticket))
-        self._admit()
-        await ticket
-        self._admitted -= 1
-
-    def _may_go(self, purpose: Purpose) -> bool:
-        # A few more than there are slots, so that none is empty while a finished response travels here and the next one there.
-        at_most = self._settings.num_slots + max(2, self._settings.num_slots // 8)
-        room = len(self._at_vllm) + self._admitted < at_most
-        return room and not self._updating and not (self._paused and purpose == "train")
-
-    def _admit(self) -> None:
-        """Let waiting requests go as far as there is room: evaluation first, then the oldest."""
-        for purpose, queue in self._waiting.items():
-            while queue and self._may_go(purpose):
-                ticket = heapq.heappop(queue)[-1]
-                if not ticket.done():
-                    ticket.set_result(None)
-                    self._admitted += 1
-
-    async def _hold(self) -> None:
-        self._paused = True
-        await self._take_back([name for name, purpose in self._at_vllm.items() if purpose == "train"])
-
-    async def _release(self) -> None:
-        self._paused = False
-        self._admit()
-
-    async def _take_back(self, request_ids: list[str]) -> None:
-        if request_ids:
-            await self._client.abort(request_ids)
-        while any(name in self._at_vllm for name in request_ids):
-            await asyncio.sleep(0.001)
+    async def _set_paused(self, paused: bool) -> None:
+        if paused:
+            await self._requests.hold_training()
+        else:
+            self._requests.release_training()
 
     # ---------------------------------------------------------------- weight updates
 
@@ -386,18 +273,17 @@ class VLLMBackend:
 
     async def _pause(self) -> None:
         settings = self._settings
-        self._updating = True
+        self._requests.close_gate()
         drain = settings.in_flight == "wait"
         clear = settings.in_flight == "restart" or settings.prefix_cache == "reset"
         await self._client.pause("wait" if drain else "keep", clear)
         # A prompt not yet read would be read by the new weights, under the salt of the old ones.
-        await self._take_back([name for name in self._at_vllm if drain or name not in self._begun])
+        await self._requests.take_back_unread(drained=drain)
 
     async def _resume(self) -> None:
-        self._salt = secrets.token_hex(8)  # never used before: not by a delivery that failed, nor by another trainer of a server
         await self._client.resume()
-        self._updating = False
-        self._admit()
+        # Never used before: not by a delivery that failed, nor by another trainer of a server.
+        self._requests.open_gate(secrets.token_hex(8) if self._settings.prefix_cache == "salt" else None)
 
     # ---------------------------------------------------------------- life (event loop)
 

@@ -1,4 +1,4 @@
-"""What the vLLM backend asks of vLLM, and the client that runs it on this host (`AsyncLLM`)."""
+"""The client of a vLLM on this host: `AsyncLLM`, its processes, and what they must not leave behind."""
 
 from __future__ import annotations
 
@@ -9,120 +9,22 @@ import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
 from lit_asyncrl.errors import AsyncRLError, ConfigurationError, EngineError
+from lit_asyncrl.generation.vllm_interface import FIRST_TOKEN_ONLY, PauseMode, Sampled, parse_version
 
-PauseMode = Literal["keep", "wait", "abort"]
-UNKNOWN_VERSION = -1
-"""Of tokens sampled before the first weights were delivered."""
 FAILURE_PREFIX = "failure-"
 """Of files in which vLLM's processes leave the error that ended them (`vllm_transfer.FailureFile`)."""
-FIRST_TOKEN_ONLY = 10**9
-"""vLLM's `stream_interval`: an output for the first token, and one at the end."""
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the prefix cache with a CPU build; its own 128 would leave shorter prompts unshared."""
 CPU_STEP_TOKENS = 2048
 """Tokens of one step of a CPU build, or the longest response if that is more."""
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Sampled:
-    """What came back for one request; the lists have one entry per token.
-
-    Attributes:
-        token_ids: sampled ids, the end-of-sequence id included.
-        logprobs: nats, after temperature.
-        versions: `policy_version` of the weights that sampled the token.
-        finish_reason: `stop`, `length` or `abort`.
-        top_logprobs: log-probs of the likeliest first tokens by id, when asked for.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: str
-    top_logprobs: dict[int, float] = field(default_factory=dict)
-
-
-class VLLMClient(Protocol):
-    """vLLM's interface as far as it is used here; every method belongs to the backend's event loop.
-
-    Sampling parameters are plain dicts with the names of vLLM's `SamplingParams`.
-    """
-
-    max_model_len: int
-    world_size: int
-
-    async def start(self) -> None:
-        """Be ready, or raise `EngineError`/`ConfigurationError`."""
-        ...
-
-    async def stop(self) -> None:
-        """End what `start` began; never raises."""
-        ...
-
-    async def generate(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        params: dict[str, Any],
-        salt: str | None,
-        begun: Callable[[], None] | None = None,
-    ) -> Sampled:
-        """Sample one response; `begun` is called when its first token has been sampled, so that its prompt has been read."""
-        ...
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of a sequence's tokens after the first, nats at temperature 1."""
-        ...
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; `generate` then returns what was sampled, with `abort`."""
-        ...
-
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Stop scheduling."""
-        ...
-
-    async def resume(self) -> None:
-        """Schedule again."""
-        ...
-
-    async def init_transfer(self, info: dict[str, Any]) -> None:
-        """Set the weight transport up."""
-        ...
-
-    async def start_update(self) -> None:
-        """Begin a weight update."""
-        ...
-
-    async def update(self, info: dict[str, Any]) -> None:
-        """Load one chunk."""
-        ...
-
-    async def finish_update(self, version: str) -> None:
-        """Serve the weights, under this version."""
-        ...
-
-    async def set_version(self, version: str) -> None:
-        """Change the version that is recorded with tokens."""
-        ...
-
-    async def version(self) -> str:
-        """The version that is recorded with tokens."""
-        ...
-
-
-def parse_version(label: str) -> int:
-    """`policy_version` of vLLM's label, which is text of its own choice before the first update."""
-    return int(label) if label.isdigit() else UNKNOWN_VERSION
 
 
 class LocalClient:

@@ -10,7 +10,7 @@ import torch
 from lit_asyncrl.errors import ConfigurationError, EngineError
 from lit_asyncrl.generation.requests import check_request
 from lit_asyncrl.generation.vllm_backend import BackendSettings, VLLMBackend
-from lit_asyncrl.generation.vllm_client import VLLMClient
+from lit_asyncrl.generation.vllm_interface import VLLMClient
 from lit_asyncrl.generation.vllm_sender import WeightSender
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.policy import Dtype, resolve_policy_path

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_asyncrl.errors import EngineError
-from lit_asyncrl.generation.vllm_client import FIRST_TOKEN_ONLY, PauseMode, Sampled, parse_version
+from lit_asyncrl.generation.vllm_interface import FIRST_TOKEN_ONLY, PauseMode, Sampled, parse_version
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from lit_asyncrl.errors import ConfigurationError, EngineError
-from lit_asyncrl.generation.vllm_client import PauseMode, Sampled, VLLMClient
 from lit_asyncrl.generation.vllm_engine import VLLMEngineBase
 from lit_asyncrl.generation.vllm_http import ServerConnection
+from lit_asyncrl.generation.vllm_interface import PauseMode, Sampled, VLLMClient
 from lit_asyncrl.generation.vllm_sender import DeviceSender, SharedMemorySender, WeightSender
 from lit_asyncrl.generation.vllm_server_checks import (
     Expected,

@@ -13,7 +13,7 @@ from lit_asyncrl.errors import ConfigurationError, EngineError, WeightSyncError
 from lit_asyncrl.generation import vllm_backend
 from lit_asyncrl.generation.vllm import VLLMEngine
 from lit_asyncrl.generation.vllm_backend import BackendSettings, VLLMBackend
-from lit_asyncrl.generation.vllm_client import Sampled, parse_version
+from lit_asyncrl.generation.vllm_interface import Sampled, parse_version
 from lit_asyncrl.types import Completion, GenerationRequest, Purpose, SamplingParams
 
 PROMPT = (3, 4, 5)
@@ -194,7 +194,7 @@ def _stand_at(vllm: FakeVLLM, backend: VLLMBackend, tokens: int, number: int) ->
     vllm.limit = tokens
     backend.submit(_requests(range(number)))
     _until(lambda: len(vllm._live) == min(number, 4))  # 2 slots and 2 more
-    _until(lambda: len(backend._begun) == min(number, 2))
+    _until(lambda: len(backend._requests._begun) == min(number, 2))
 
 
 # ---------------------------------------------------------------- the gate and the salts
