@@ -74,7 +74,7 @@ def test_the_tokenizer_knows_the_characters_of_every_procedural_task(tokenizer, 
 def test_warm_start_is_reproducible(tool):
     def weights():
         torch.manual_seed(0)
-        model, tokenizer = tool.make_model(16, 1, 32), tool.make_tokenizer(32)
+        model, tokenizer = tool.make_model(16, 8, 1, 32), tool.make_tokenizer(32)
         tool.warm_start(model, ReverseDigits(2, 3), tokenizer, steps=3, batch_size=4, learning_rate=1e-3)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
