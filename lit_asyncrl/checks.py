@@ -35,11 +35,13 @@ def check_data(data: RolloutDataModule) -> None:
             ("sampling.max_new_tokens", data.sampling.max_new_tokens, 1),
             ("updates_per_epoch", data.updates_per_epoch, 1),
             ("max_policy_age", 0 if data.max_policy_age is None else data.max_policy_age, 0),
-            ("max_tokens_per_micro_batch", data.max_tokens_per_micro_batch or 1, 1),
+            ("max_tokens_per_micro_batch", 1 if data.max_tokens_per_micro_batch is None else data.max_tokens_per_micro_batch, 1),
             ("max_tries", data.max_tries, 1),
         )
         if value < least
     ]
+    if not data.data_timeout_s > 0:
+        problems.append(f"data.data_timeout_s must be above 0 seconds, got {data.data_timeout_s}.")
     if not data.sampling.temperature > 0:
         problems.append(f"data.sampling.temperature must be above 0 in training, got {data.sampling.temperature}.")
     if data.sampling.is_restricted:

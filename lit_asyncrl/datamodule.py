@@ -137,7 +137,7 @@ class RolloutDataModule(LightningDataModule):
         Raises:
             ConfigurationError, DataError: what is wrong, and the remedy.
         """
-        self._make_pool(publish_lag)
+        self._make_pool(publish_lag, module.updates_per_batch)
         if self._prepared_for is not module:
             held_out = (heldout.task for heldout in self.evaluation.values() if heldout.task is not None)
             self.tasks: Mapping[str, Task] = collect_tasks((self.task, *held_out))
@@ -167,7 +167,7 @@ class RolloutDataModule(LightningDataModule):
             refill=self.refill,
             max_tries=self.max_tries,
         )
-        self.pool = self._make_pool(publish_lag)
+        self.pool = self._make_pool(publish_lag, module.updates_per_batch)
         if self.refill == "same_prompt":
             self.pool.ledger.on_settled(self._settled)
 
@@ -184,7 +184,7 @@ class RolloutDataModule(LightningDataModule):
             "splits_groups": self.sampler.splits_groups,
         }
 
-    def _make_pool(self, publish_lag: int) -> TrajectoryPool:
+    def _make_pool(self, publish_lag: int, updates_per_batch: int) -> TrajectoryPool:
         return TrajectoryPool(
             batch_groups=self.batch_groups,
             sampler=self.sampler,
@@ -192,6 +192,7 @@ class RolloutDataModule(LightningDataModule):
             age_measure=self.age_measure,
             capacity_groups=self.capacity_groups,
             publish_lag=publish_lag,
+            updates_per_batch=updates_per_batch,
             supervisor=self.supervisor,
         )
 

@@ -49,6 +49,16 @@ class EvaluationSet:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigurationError(f"data.evaluation.{name}.{key} must be at least 1, got {value}.")
+        for key, value, within in (
+            ("top_p", self.top_p, 0 < self.top_p <= 1),
+            ("top_k", self.top_k, self.top_k >= 0),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1),
+        ):
+            if not within:
+                raise ConfigurationError(
+                    f"data.evaluation.{name}.{key} must be in its range, got {value} (top_p in (0, 1], top_k at least 0, min_p "
+                    "in [0, 1])."
+                )
         if self.temperature < 0:
             raise ConfigurationError(f"data.evaluation.{name}.temperature must be 0 or above, got {self.temperature}.")
         if self.temperature == 0 and self.num_samples > 1:

@@ -89,6 +89,8 @@ def settings_of(arguments: argparse.Namespace) -> SimulationSettings:
     """The settings of the command line."""
     mean, batch = arguments.mean_tokens, arguments.batch_groups * arguments.group_size
     train_s = arguments.train_s
+    if arguments.slots < 1:
+        raise ConfigurationError(f"--slots must be at least 1, got {arguments.slots}.")
     if train_s is None:
         train_s = arguments.rho * batch * mean * arguments.token_s / arguments.slots
     settings = SimulationSettings(

@@ -70,8 +70,21 @@ class AsyncRollout(Callback):
         evaluate_last: bool = True,
         trainer_threads: int | None = None,
     ) -> None:
-        if publish_lag < 0:
-            raise ConfigurationError(f"AsyncRollout.publish_lag must be 0 or above, got {publish_lag}.")
+        problems = [
+            f"AsyncRollout.{key} must be {contract}, got {value}."
+            for key, value, contract, holds in (
+                ("publish_lag", publish_lag, "0 or above", publish_lag >= 0),
+                ("publish_lag_start", publish_lag_start, "0 or above", publish_lag_start >= 0),
+                ("probe_tolerance", probe_tolerance, "above 0 nats", probe_tolerance is None or probe_tolerance > 0),
+                ("max_model_len", max_model_len, "at least 2 tokens", max_model_len is None or max_model_len >= 2),
+                ("sync_timeout_s", sync_timeout_s, "above 0 seconds", sync_timeout_s > 0),
+                ("evaluation_timeout_s", evaluation_timeout_s, "above 0 seconds", evaluation_timeout_s > 0),
+                ("trainer_threads", trainer_threads, "at least 1", trainer_threads is None or trainer_threads >= 1),
+            )
+            if not holds
+        ]
+        if problems:
+            raise ConfigurationError(" ".join(problems))
         self.engine = engine or HFEngine()
         self.publish_lag = publish_lag
         self.publish_lag_start = publish_lag_start
@@ -336,6 +349,19 @@ def check_settings(rollout: AsyncRollout, trainer: Trainer, module: PolicyModule
             "(no group could ever be young enough). Raise max_policy_age or set it to null."
         )
     problems += module.contradictions(data)
+    behind = rollout.publish_lag + 2 * (
+        module.updates_per_batch - 1
+    )  # a lag is served in whole batches, and each ages by its own
+    if data.max_policy_age is not None and rollout.publish_lag and module.updates_per_batch > 1 and data.max_policy_age < behind:
+        problems.append(
+            f"data.max_policy_age must be at least {behind} with publish_lag {rollout.publish_lag} and model.updates_per_batch "
+            f"{module.updates_per_batch}, got {data.max_policy_age} (weights go out once a batch). Raise it or set it to null."
+        )
+    context = module.context_length()
+    if rollout.max_model_len is not None and context is not None and rollout.max_model_len > context:
+        problems.append(
+            f"AsyncRollout.max_model_len must be at most the model's context of {context} tokens, got {rollout.max_model_len}."
+        )
     if trainer.world_size > 1:
         problems.append(
             f"trainer.devices times trainer.num_nodes must be 1, got {trainer.world_size} processes (groups, weights and "

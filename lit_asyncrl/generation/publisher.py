@@ -9,6 +9,7 @@ strings, checksums and norms can all look right while a stale tensor is served.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections import deque
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lit_asyncrl.errors import ConfigurationError, WeightSyncError
+from lit_asyncrl.errors import ConfigurationError, EngineError, WeightSyncError
 from lit_asyncrl.generation.rehearsal import MIN_TOLERANCE, ProbeScorer, rehearse
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.supervisor import POLL_S, Supervisor
@@ -172,6 +173,8 @@ class WeightPublisher:
         if version <= self._lag_start:
             self._snapshots.clear()
         self._snapshots.append(Snapshot(version, weights, list(probe_logprobs)))
+        while len(self._snapshots) > 1 and self._snapshots[1].version <= version - self._lag:
+            self._snapshots.popleft()  # several updates of a batch are published as one version
         self._published_version = version
         due = self._snapshots[0]
 
@@ -216,8 +219,11 @@ class WeightPublisher:
             yield self._published_version
             self._send(self._snapshots[0], lambda: None)
             self.wait_delivered()
-        finally:
-            self._engine.resume()
+        except BaseException:
+            with contextlib.suppress(EngineError):  # of an engine that is dead: the fault that ended the body matters
+                self._engine.resume()
+            raise
+        self._engine.resume()
 
     def close(self) -> None:
         """End the thread; idempotent. A delivery under way is given up (the thread ends with the engine at the latest)."""

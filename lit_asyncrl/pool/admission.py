@@ -17,8 +17,11 @@ def admission_limit(
     target_occupancy: float | None = None,
     measures_mean: bool = True,
     splits_groups: bool = False,
+    updates_per_batch: int = 1,
 ) -> int:
     """Largest number of outstanding groups: batch_groups * (max_policy_age - publish_lag + 1), or the capacity without a bound.
+
+    With several updates per batch that many fewer batches, since each ages the others by as much.
 
     Args:
         batch_groups: groups of one update.
@@ -28,6 +31,7 @@ def admission_limit(
         target_occupancy: the sampler's target, in groups, which has to fit in.
         measures_mean: whether a group's age is the mean over its tokens.
         splits_groups: whether the sampler rejects single members.
+        updates_per_batch: optimizer updates made of one batch.
 
     Raises:
         ConfigurationError: the numbers contradict each other; names every contradiction.
@@ -49,7 +53,7 @@ def admission_limit(
             "Every token would be over age: raise data.max_policy_age or lower publish_lag."
         )
     else:
-        limit = batch_groups * (max_policy_age - publish_lag + 1)
+        limit = batch_groups * max(1, (max_policy_age - publish_lag + 1) // updates_per_batch)
         if capacity_groups is not None and capacity_groups < limit:
             problems.append(
                 f"data.capacity_groups must be at least {limit} groups for data.max_policy_age {max_policy_age}, "

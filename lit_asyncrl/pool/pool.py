@@ -55,6 +55,7 @@ class TrajectoryPool:
         age_measure: age of a group: the `mean` over its trained tokens, or that of its `oldest` trained token.
         capacity_groups: largest number of outstanding groups; None: what the age bound needs, or four batches without one.
         publish_lag: updates by which the engine's weights are held back on purpose.
+        updates_per_batch: optimizer updates made of one batch.
         supervisor: owns the waits.
 
     Raises:
@@ -70,6 +71,7 @@ class TrajectoryPool:
         age_measure: AgeMeasure = "mean",
         capacity_groups: int | None = None,
         publish_lag: int = 0,
+        updates_per_batch: int = 1,
         supervisor: Supervisor,
     ) -> None:
         self.limit = admission_limit(
@@ -80,6 +82,7 @@ class TrajectoryPool:
             target_occupancy=sampler.target_occupancy,
             measures_mean=age_measure == "mean",
             splits_groups=sampler.splits_groups,
+            updates_per_batch=updates_per_batch,
         )
         self.batch_groups = batch_groups
         self.sampler = sampler

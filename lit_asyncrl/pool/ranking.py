@@ -220,7 +220,7 @@ class RankingSampler(StalenessSampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Undo `state_dict`."""
         super().load_state_dict(state_dict)
-        self.rejection_ema = state_dict["rejection_ema"]
+        self.rejection_ema = state_dict.get("rejection_ema", 0.0)  # absent where the run had another sampler
 
     def _empty(self) -> None:
         super()._empty()

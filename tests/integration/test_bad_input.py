@@ -10,7 +10,9 @@ import psutil
 import pytest
 from policies import save_policy
 
+from lit_asyncrl.callbacks import AsyncRollout
 from lit_asyncrl.cli import main
+from lit_asyncrl.errors import ConfigurationError
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +217,19 @@ def test_a_mixture_of_tasks_of_one_name_is_one_clear_line(refused):
 def test_a_folder_that_is_no_data_set(refused, tmp_path_factory):
     folder = tmp_path_factory.mktemp("no_data_set")
     assert_refused(refused("--data.task=JsonlTask", f"--data.task.path={folder}"), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("publish_lag_start", -5),
+        ("probe_tolerance", -1.0),
+        ("max_model_len", 1),
+        ("sync_timeout_s", 0.0),
+        ("evaluation_timeout_s", -1.0),
+        ("trainer_threads", 0),
+    ],
+)
+def test_a_number_that_the_rollout_cannot_use_is_refused_by_its_key(key, value):
+    with pytest.raises(ConfigurationError, match=rf"AsyncRollout\.{key} must be .*, got {value}"):
+        AsyncRollout(**{key: value})

@@ -331,7 +331,7 @@ def test_a_killed_server_is_an_error_within_seconds(start: Any, server: tuple[st
         while time.monotonic() - began < 20.0:
             engine.completions(1.0)
     assert time.monotonic() - began < 5.0
-    with pytest.raises(EngineError, match=f"servers that are up, got {url}"):
+    with pytest.raises(ConfigurationError, match=f"servers that are up, got {url}"):
         VLLMServerEngine(urls=[url], start_timeout_s=1.0).start(
             folder, eos_token_ids=EOS_IDS, probe_ids=tiny_models.PROBE_IDS, max_model_len=64
         )

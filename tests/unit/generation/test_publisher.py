@@ -181,3 +181,11 @@ def test_a_first_delivery_that_is_off_by_more_than_rounding_is_refused(superviso
             _publish(publisher, 0)
     finally:
         publisher.close()
+
+
+def test_a_lag_counts_updates_where_a_version_stands_for_several(make_publisher):
+    served: list[int] = []
+    publisher = make_publisher(publish_lag=2, on_delivered=lambda published, version: served.append(version))
+    for version in (0, 2, 4, 6):  # two updates of each batch
+        _publish(publisher, version)
+    assert served == [0, 0, 2, 4]

@@ -332,7 +332,7 @@ def test_a_server_that_is_down_is_refused_with_a_remedy(policy: str):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with pytest.raises(EngineError, match=rf"got {url}, not healthy within 0\.3 s\. Start it \(tools/serve_vllm\.py"):
+    with pytest.raises(ConfigurationError, match=rf"got {url}, not healthy within 0\.3 s\. Start it \(tools/serve_vllm\.py"):
         VLLMServerEngine(urls=[url], start_timeout_s=0.3).start(policy, eos_token_ids=(1,), probe_ids=PROBE, max_model_len=32)
 
 

@@ -347,3 +347,9 @@ def test_scores_that_tell_nothing_leave_waiting_and_the_order_of_completion(scal
     sampler.score(buffer.storage, slots, [torch.full((4,), -0.5), torch.full((4,), -0.5), torch.full((6,), -0.5)])
     buffer.sample(1)
     assert sampler.rejected == [0, 1]
+
+
+def test_a_state_of_a_sampler_without_a_rejection_share_starts_with_none():
+    sampler = PaceSampler()
+    sampler.load_state_dict(FifoSampler().state_dict())
+    assert sampler.rejection_ema == 0.0

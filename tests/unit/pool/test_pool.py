@@ -12,6 +12,7 @@ import torch
 from builders import make_group
 
 from lit_asyncrl.errors import CheckpointError, ConfigurationError, PoolError, StopRequested, WaitTimeoutError
+from lit_asyncrl.pool.admission import admission_limit
 from lit_asyncrl.pool.pace import PaceSampler
 from lit_asyncrl.pool.pool import TrajectoryPool
 from lit_asyncrl.pool.sampler import FifoSampler
@@ -471,3 +472,9 @@ def test_staleness_at_completion_is_given_once() -> None:
     assert completed["completed_generation_staleness"].tolist() == [0.5]
     assert completed["completed_waiting_staleness"].tolist() == [1.0]
     assert pool.completed_staleness()["completed_waiting_staleness"].tolist() == []
+
+
+@pytest.mark.parametrize(("updates", "limit"), [(1, 8), (2, 4), (3, 2), (4, 2), (9, 2)])
+def test_several_updates_per_batch_admit_that_many_fewer_batches(updates, limit):
+    # 2 groups a batch, K = 3: (3 + 1) // updates batches, at least one
+    assert admission_limit(2, 3, updates_per_batch=updates) == limit
