@@ -357,7 +357,7 @@ def check_settings(rollout: AsyncRollout, trainer: Trainer, module: PolicyModule
             f"data.max_policy_age must be at least {behind} with publish_lag {rollout.publish_lag} and model.updates_per_batch "
             f"{module.updates_per_batch}, got {data.max_policy_age} (weights go out once a batch). Raise it or set it to null."
         )
-    context = module.context_length()
+    context = None if rollout.max_model_len is None else module.context_length()
     if rollout.max_model_len is not None and context is not None and rollout.max_model_len > context:
         problems.append(
             f"AsyncRollout.max_model_len must be at most the model's context of {context} tokens, got {rollout.max_model_len}."

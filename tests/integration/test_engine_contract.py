@@ -256,13 +256,20 @@ def test_an_update_is_answered_with_its_version_and_the_probe_s_logprobs_under_t
 
 
 def test_tokens_of_a_response_in_flight_carry_the_version_that_sampled_them(served: Served):
+    # Whether an update falls into a response, and not between two, is a matter of timing.
+    assert any(_update_among_responses(served, seed) for seed in range(10, 15)), "no update fell into a response"
+
+
+def _update_among_responses(served: Served, seed: int) -> bool:
+    """Update while responses are in flight, check every token, and say whether one response holds both versions."""
     requests = served.requests(300)
     served.engine.submit(requests)
     early = served.engine.completions(60.0)  # responses are in flight, and requests wait for a slot
     old = len(served.models) - 1
-    served.update(tiny_models.perturbed(served.models[0], seed=2))
+    served.update(tiny_models.perturbed(served.models[0], seed=seed))
     completions = sorted([*early, *served.drain(300 - len(early))], key=lambda completion: completion.request_id)
-    assert {tuple(sorted(set(c.token_versions))) for c in completions} == {(old,), (old, old + 1), (old + 1,)}
+    kinds = {tuple(sorted(set(c.token_versions))) for c in completions}
+    assert {(old,), (old + 1,)} <= kinds <= {(old,), (old, old + 1), (old + 1,)}
     for request, completion in zip(requests, completions, strict=True):
         before = completion.token_versions.count(old)
         assert completion.token_versions == [old] * before + [old + 1] * (len(completion.token_ids) - before)
@@ -276,6 +283,7 @@ def test_tokens_of_a_response_in_flight_carry_the_version_that_sampled_them(serv
             atol=1e-4,
             rtol=0,
         )
+    return (old, old + 1) in kinds
 
 
 def test_a_response_paused_across_an_update_goes_on_with_its_tokens_and_the_rest_of_its_budget(served: Served):
