@@ -5,23 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import bench_engine
 import torch
+from bench_algorithm import make_batch
 from bench_runs import LEARNING_RATE, Setup
 from bench_table import Line, ratio_line
 from torch import nn
 
 from lit_asyncrl.algorithm.advantages import OPOB, GroupMean
 from lit_asyncrl.algorithm.estimator import PolicyGradient
-from lit_asyncrl.algorithm.logprobs import token_logprobs
 from lit_asyncrl.algorithm.losses import SequenceTIS
 from lit_asyncrl.interfaces import Advantage
 from lit_asyncrl.policy import load_model
-from lit_asyncrl.types import MicroBatch
 
 WAVES = 4
 """Batches of slots that one run of part b decodes."""
@@ -83,7 +80,7 @@ def bench_opob(setup: Setup) -> list[Line]:
 def _update(advantage: Advantage) -> Callable[[], None]:
     """One optimizer update of a model of its own."""
     model = load_model("tiny-reverse10")
-    batch = _micro_batch(model)
+    batch = make_batch(model, groups=16, group_size=8, prompt=12, response=11)  # the packaged model's lengths
     estimator = PolicyGradient(SequenceTIS(), advantage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
@@ -100,24 +97,3 @@ def _update(advantage: Advantage) -> Callable[[], None]:
         optimizer.step()
 
     return step
-
-
-def _micro_batch(model: nn.Module, groups: int = 16, group_size: int = 8, prompt: int = 12, response: int = 11) -> MicroBatch:
-    """Random trajectories of the packaged model's lengths, sampled by a policy that differs a little."""
-    torch.manual_seed(0)
-    config: Any = model.config
-    shape = (groups * group_size, prompt + response)
-    mask = (torch.arange(shape[1]) >= prompt).expand(shape)
-    batch = MicroBatch(
-        input_ids=torch.randint(3, config.vocab_size, shape),
-        attention_mask=torch.ones(shape, dtype=torch.bool),
-        loss_mask=mask,
-        behavior_logprobs=torch.zeros(shape),
-        token_versions=torch.where(mask, 0, -1).int(),
-        rewards=torch.rand(shape[0]),
-        group_index=torch.arange(groups).repeat_interleave(group_size),
-        temperature=1.0,
-    )
-    with torch.no_grad():
-        logprobs = token_logprobs(model, batch).logprobs
-    return replace(batch, behavior_logprobs=torch.where(mask, logprobs + 0.05 * torch.randn(shape), 0.0))
