@@ -22,6 +22,10 @@ class EngineError(AsyncRLError, RuntimeError):
     """The generation engine died, answered wrongly, or did not answer within its timeout."""
 
 
+class EngineDiedError(EngineError):
+    """The generation engine's process is gone or gives no sign of life: one that is started anew may go on with its requests."""
+
+
 class WeightSyncError(EngineError):
     """New weights were not delivered, or the proof of delivery failed."""
 

@@ -144,6 +144,22 @@ class GenerationEngine(ABC):
             WeightSyncError: no answer within `timeout_s`, or the engine could not load them.
         """
 
+    def partial_completions(self) -> list[Completion]:
+        """Responses that are not finished, of training, as far as the engine has reported them; returns at once.
+
+        Each can be given to a request as its `partial`, after a crash or in a resumed run. Tokens sampled since the last report
+        (a fraction of a second, or a few tokens) are not in them. An engine that cannot say gives none.
+
+        Returns:
+            Copies, with at least one token each and the finish reason `abort`.
+        """
+        return []
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine's last sign of life; 0 where it cannot fall silent (in the trainer's process)."""
+        return 0.0
+
     @abstractmethod
     def pause(self) -> None:
         """Stop decoding training requests (sampled tokens kept); evaluation goes on. Returns when they stand still."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from lit_asyncrl.errors import StopRequested, WaitTimeoutError
+from lit_asyncrl.waits import Changed
 
 POLL_S = 0.1
 """Longest time, in seconds, that a wait goes without looking for a fault or a stop request."""
@@ -22,7 +23,7 @@ class Supervisor:
 
     Example:
         >>> supervisor = Supervisor()
-        >>> ready = threading.Condition()
+        >>> ready = Changed()
         >>> supervisor.wait_for(ready, lambda: True, timeout_s=1.0, who="trainer", what="a batch")
     """
 
@@ -73,19 +74,19 @@ class Supervisor:
 
     def wait_for(
         self,
-        condition: threading.Condition,
+        changed: Changed,
         predicate: Callable[[], bool],
         *,
         timeout_s: float,
         who: str,
         what: str,
     ) -> None:
-        """Wait until `predicate()` holds. The caller may hold `condition` (to act atomically afterwards)
+        """Wait until `predicate()` holds. The caller may hold `changed` (to act atomically afterwards)
         or not; it is held while the predicate is evaluated.
 
         Args:
-            condition: notified by whoever can make the predicate true.
-            predicate: cheap; called with `condition` held.
+            changed: notified by whoever can make the predicate true.
+            predicate: cheap; called with `changed` held.
             timeout_s: seconds before giving up.
             who: the waiting part, for the message and the accounting of waiting time.
             what: what it waits for.
@@ -100,7 +101,7 @@ class Supervisor:
         me = threading.get_ident()
         self._waits[me] = (who, what, started)
         try:
-            with condition:
+            with changed:
                 while True:
                     self.raise_if_stopping()
                     if predicate():
@@ -110,7 +111,7 @@ class Supervisor:
                         raise WaitTimeoutError(
                             f"{who} waited {timeout_s:.1f} s for {what}. Waits in progress: {self.describe_waits()}."
                         )
-                    condition.wait(min(POLL_S, remaining))
+                    changed.wait_news(min(POLL_S, remaining))
         finally:
             self._waits.pop(me, None)
             with self._lock:

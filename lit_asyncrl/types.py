@@ -97,13 +97,24 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to sample. Filled by the rollout worker or the evaluation; `request_id` is unique per engine."""
+    """One response to sample. Filled by the rollout worker or the evaluation.
+
+    Attributes:
+        request_id: unique per engine.
+        prompt_ids: the prompt, at least one id.
+        sampling: how; the budget is that of the whole response.
+        seed: of its random stream.
+        purpose: training or evaluation.
+        partial: what an engine that is gone had sampled of the response: these tokens come first in the answer, as they are, and
+            count into the budget; sampling goes on after them. None: from the beginning.
+    """
 
     request_id: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     purpose: Purpose = "train"
+    partial: Completion | None = None
 
 
 @dataclass(slots=True)

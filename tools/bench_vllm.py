@@ -166,7 +166,7 @@ class Bench:
         while (now := time.perf_counter()) - started < seconds:
             if len(pool) >= BATCH_GROUPS:
                 pool.take(self.version, None, 1.0)
-                pool.delivered(self.version)
+                pool.delivered(self.version + 1)  # as if an update had used them
             if updates and now >= due:
                 due += 1.0
                 pool.set_policy_version(self.version + 1)

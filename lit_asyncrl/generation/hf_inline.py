@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from lit_asyncrl.errors import ConfigurationError, EngineError, WeightSyncError
 from lit_asyncrl.generation.hf_core import PURPOSES, EngineCore, EngineCounters, EngineSettings
 from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
+from lit_asyncrl.waits import Changed
 
 
 class InlineBackend:
@@ -21,7 +22,7 @@ class InlineBackend:
         except ConfigurationError as error:
             raise EngineError(f"The generation engine cannot start: {error}") from error
         self.max_model_len = self._core.max_model_len
-        self._changed = threading.Condition()
+        self._changed = Changed()
         self._guests_lock = threading.Lock()
         self._guests = 0  # threads that want in between two steps
         self._finished: dict[Purpose, list[Completion]] = {purpose: [] for purpose in PURPOSES}
@@ -53,7 +54,7 @@ class InlineBackend:
                 if remaining <= 0:
                     return []
                 if self._guests or not self._core.has_work:
-                    self._changed.wait(remaining)
+                    self._changed.wait_news(remaining)
                 else:
                     self._step()
 

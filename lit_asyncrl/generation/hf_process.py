@@ -16,6 +16,7 @@ from lit_asyncrl.errors import EngineError, WeightSyncError
 from lit_asyncrl.generation.hf_core import PURPOSES, EngineCounters, EngineSettings
 from lit_asyncrl.generation.transport import Connection, SharedTensors, create_memfd, layout_of
 from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
+from lit_asyncrl.waits import Changed, start_thread
 
 POLL_S = 0.5
 """How often the reading thread looks whether it should end, in seconds."""
@@ -35,7 +36,7 @@ class ProcessBackend:
     def __init__(self, settings: EngineSettings, start_timeout_s: float) -> None:
         self.counters = EngineCounters()
         self.max_model_len = 0
-        self._changed = threading.Condition()
+        self._changed = Changed()
         self._send_lock = threading.Lock()
         self._finished: dict[Purpose, list[Completion]] = {purpose: [] for purpose in PURPOSES}
         self._pending_version: int | None = None
@@ -48,8 +49,7 @@ class ProcessBackend:
         self._layout: Any = None
         self._memfd = create_memfd()
         self._connection, self._process = _spawn(self._memfd, settings.num_threads)
-        self._reader = threading.Thread(target=self._read, name="hf-engine-reader", daemon=True)
-        self._reader.start()
+        self._reader = start_thread(self._read, "hf-engine-reader")
         try:
             self._send("start", settings)
             if not self._wait(lambda: self._ready, start_timeout_s):
@@ -142,7 +142,7 @@ class ProcessBackend:
 
     def _wait(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: predicate() or self._failure is not None or self._stopping, timeout_s)
+            self._changed.wait_until(lambda: predicate() or self._failure is not None or self._stopping, timeout_s)
             self._raise_if_dead()
             return predicate()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from lit_asyncrl.generation.rehearsal import MIN_TOLERANCE, ProbeScorer, rehears
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import DeliveryReport, NamedTensors
+from lit_asyncrl.waits import Changed, Thread, start_thread
 
 WHO = "weight publisher"
 EXACT_NOISE = 1e-3
@@ -114,13 +114,13 @@ class WeightPublisher:
         self._timeout_s = timeout_s
         self._on_delivered = on_delivered or (lambda published, served: None)
         self._snapshots: deque[Snapshot] = deque(maxlen=publish_lag + 1)
-        self._changed = threading.Condition()
+        self._changed = Changed()
         self._in_flight: tuple[Snapshot, Callable[[], None]] | None = None
         self._published_version = -1
         self._served_version = -1
         self._pause_s = 0.0
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     @property
     def served_version(self) -> int:
@@ -235,8 +235,7 @@ class WeightPublisher:
 
     def _send(self, snapshot: Snapshot, delivered: Callable[[], None]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=WHO, daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, WHO)
         self._engine.begin_update(snapshot.version, snapshot.weights)
         with self._changed:
             self._in_flight = (snapshot, delivered)
@@ -245,7 +244,7 @@ class WeightPublisher:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._in_flight is not None, POLL_S)
+                self._changed.wait_until(lambda: self._closing or self._in_flight is not None, POLL_S)
                 in_flight = self._in_flight
                 if self._closing:
                     return

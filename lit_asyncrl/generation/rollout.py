@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from lit_asyncrl.errors import EngineError, StopRequested
@@ -23,6 +24,7 @@ from lit_asyncrl.interfaces import GenerationEngine, PromptStream, RewardScorer,
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.timing import StepTimes
 from lit_asyncrl.types import Completion, GenerationRequest, Prompt, Response, SamplingParams
+from lit_asyncrl.waits import Flag, Thread, start_thread
 
 UNPROVED_POLL_S = 0.005
 """Longest wait for completions, in seconds, while complete groups wait for the proof of their weights."""
@@ -102,8 +104,8 @@ class RolloutWorker:
         self._pending: dict[int, _PendingGroup] = {}
         self._unproved: list[_PendingGroup] = []  # complete, with tokens of weights whose delivery is not proved yet
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._closing = Flag()
+        self._threads: list[Thread] = []
         self.collected_tokens = 0  # of finished responses, in this process
         self._idle_s = 0.0
         self._idle_since: float | None = None
@@ -112,9 +114,7 @@ class RolloutWorker:
         """Start both threads."""
         self._idle_since = time.monotonic()
         for name, target in (("dispatcher", self._dispatch_loop), ("collector", self._collect_loop)):
-            thread = threading.Thread(target=self._guarded, args=(target, f"rollout {name}"), name=f"rollout-{name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(start_thread(partial(self._guarded, target, f"rollout {name}"), f"rollout-{name}"))
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End both threads; requests in flight stay with the engine, their prompts stay outstanding."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -11,6 +9,7 @@ from lit_asyncrl.errors import EngineError
 from lit_asyncrl.generation.hf_core import PURPOSES
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
+from lit_asyncrl.waits import Changed
 
 
 class ScriptedEngine(GenerationEngine):
@@ -28,7 +27,7 @@ class ScriptedEngine(GenerationEngine):
     ) -> None:
         self._respond = respond
         self._score_probe = score_probe or (lambda version, weights, ids: [0.0] * (len(ids) - 1))
-        self._changed = threading.Condition()
+        self._changed = Changed()
         self._waiting: deque[GenerationRequest] = deque()
         self._finished: dict[Purpose, list[Completion]] = {purpose: [] for purpose in PURPOSES}
         self._report: DeliveryReport | None = None
@@ -98,10 +97,8 @@ class ScriptedEngine(GenerationEngine):
         return self._generated_tokens
 
     def _take(self, purpose: Purpose, timeout_s: float) -> list[Completion]:
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._running and not self._finished[purpose] and (remaining := deadline - time.monotonic()) > 0:
-                self._changed.wait(remaining)
+            self._changed.wait_until(lambda: not self._running or bool(self._finished[purpose]), timeout_s)
             if not self._running:
                 raise EngineError("The scripted engine is not running.")
             taken, self._finished[purpose] = self._finished[purpose], []

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -33,6 +32,7 @@ from lit_asyncrl.types import (
     PrefixCache,
     Purpose,
 )
+from lit_asyncrl.waits import Changed, Flag, start_thread
 
 STOP_TIMEOUT_S = 15.0
 """Longest time to end vLLM's processes."""
@@ -72,7 +72,7 @@ class VLLMBackend:
         self._client = client
         self._sender = sender
         self._settings = settings
-        self._changed = threading.Condition()
+        self._changed = Changed()
         self._finished: dict[Purpose, list[Completion]] = {"train": [], "evaluation": []}
         self._failure: BaseException | None = None
         self._stopping = False
@@ -88,8 +88,7 @@ class VLLMBackend:
             finished=self._finish,
         )
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._loop.run_forever, "vllm-loop")
         self._sync = ThreadPoolExecutor(1, thread_name_prefix="vllm-sync")
         try:
             self.call(self._start(), settings.start_timeout_s + STOP_TIMEOUT_S)
@@ -115,7 +114,7 @@ class VLLMBackend:
     def take(self, purpose: Purpose, timeout_s: float) -> list[Completion]:
         """Finished completions of one purpose; waits at most `timeout_s` for the first."""
         with self._changed:
-            self._changed.wait_for(lambda: self._finished[purpose] or self._failure or self._stopping, timeout_s)
+            self._changed.wait_until(lambda: bool(self._finished[purpose] or self._failure or self._stopping), timeout_s)
             self._raise_if_dead()
             taken, self._finished[purpose] = self._finished[purpose], []
         return taken
@@ -128,7 +127,7 @@ class VLLMBackend:
                 f"Version {version} must follow a finished update, but version {self._pending_version} was not answered: "
                 "writing now could mix the two."
             )
-        read = threading.Event()
+        read = Flag()
         if self._sender.stage(weights):
             read.set()
         self._pending_version = version
@@ -231,7 +230,7 @@ class VLLMBackend:
 
     # ---------------------------------------------------------------- weight updates
 
-    def _deliver(self, version: int, weights: NamedTensors, read: threading.Event) -> DeliveryReport:
+    def _deliver(self, version: int, weights: NamedTensors, read: Flag) -> DeliveryReport:
         """In the sync thread: the whole delivery but the verdict; `read` is set when `weights` are not needed any more."""
         timeout_s = self._settings.response_timeout_s
         started = time.perf_counter()

@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from lit_asyncrl.generation.vllm_chunks import Piece, read_pieces
 from lit_asyncrl.generation.vllm_client import FAILURE_PREFIX
 from lit_asyncrl.types import NamedTensors
+from lit_asyncrl.waits import start_thread
 
 TRAINER_PID = "LIT_ASYNCRL_TRAINER_PID"
 """Environment variable by which an engine's processes know their trainer."""
@@ -65,7 +66,7 @@ def _follow(trainer: int) -> None:
         shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
         os._exit(1)
 
-    threading.Thread(target=wait, name="trainer-watch", daemon=True).start()
+    start_thread(wait, "trainer-watch")
 
 
 class FailureFile(logging.Handler):

@@ -8,7 +8,6 @@ One lock guards everything; re-scoring under the policy runs outside it, so that
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from lit_asyncrl.pool.snapshot import pack, unpack
 from lit_asyncrl.pool.waiting import WaitingGroups
 from lit_asyncrl.supervisor import Supervisor
 from lit_asyncrl.types import GroupOutcome, TrajectoryGroup
+from lit_asyncrl.waits import Changed
 
 ADMISSION_WAITER = "rollout worker"
 BATCH_WAITER = "trainer (batch)"
@@ -90,7 +90,7 @@ class TrajectoryPool:
         self.age_measure: AgeMeasure = age_measure
         self.ledger = Ledger()
         self._supervisor = supervisor
-        self._changed = threading.Condition()  # re-entrant: a method may call another one
+        self._changed = Changed()  # re-entrant: a method may call another one
         self._waiting = WaitingGroups(sampler, self.limit, batch_groups, max_policy_age, age_measure)
         self._policy_version = 0
         self._open = False

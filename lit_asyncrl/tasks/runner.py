@@ -7,13 +7,13 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any, Literal
 
 from lit_asyncrl.errors import ConfigurationError, RewardError
 from lit_asyncrl.interfaces import Task
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import Example
+from lit_asyncrl.waits import Flag, Inbox, start_thread
 
 MAX_REWARD = 1e30
 """Largest absolute value of a reward; weighted sums of such stay finite in float32."""
@@ -32,7 +32,7 @@ class _Job:
     values: list[list[float]] = field(default_factory=list)
     error: RewardError | None = None
     at: tuple[str, int] = ("", 0)
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Flag = field(default_factory=Flag)
 
     def run(self) -> None:
         try:
@@ -60,15 +60,15 @@ class _Job:
         return number
 
 
-class _RewardThread(threading.Thread):
-    """Runs the jobs of its inbox until it is sent None."""
+class _RewardThread:
+    """Runs the jobs of its inbox until it is closed."""
 
     def __init__(self) -> None:
-        super().__init__(name="reward", daemon=True)
-        self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self.inbox: Inbox[_Job] = Inbox()
+        self.thread = start_thread(self._run, "reward")
 
-    def run(self) -> None:
-        while (job := self.inbox.get()) is not None:
+    def _run(self) -> None:
+        for job in self.inbox:
             job.run()
 
 
@@ -118,7 +118,6 @@ class RewardRunner:
             job = _Job(task, completions, example)
             if self._thread is None:
                 self._thread = _RewardThread()
-                self._thread.start()
             self._thread.inbox.put(job)
             error = job.error if self._wait(job) else self._abandon(job)
             if error is None:
@@ -136,7 +135,7 @@ class RewardRunner:
         """End the thread; a thread that hangs in a reward dies with the process."""
         with self._lock:
             if self._thread is not None:
-                self._thread.inbox.put(None)
+                self._thread.inbox.close()
                 self._thread = None
 
     def _wait(self, job: _Job) -> bool:
@@ -152,8 +151,8 @@ class RewardRunner:
     def _abandon(self, job: _Job) -> RewardError:
         """Leave the thread to its fate; the next group gets another one."""
         assert self._thread is not None
-        self._thread.inbox.put(None)  # should the reward ever return, the thread ends
-        self._hung = [thread for thread in (*self._hung, self._thread) if thread.is_alive()]
+        self._thread.inbox.close()  # should the reward ever return, the thread ends
+        self._hung = [thread for thread in (*self._hung, self._thread) if thread.thread.is_alive()]
         self._thread = None
         return RewardError(
             f"data.reward_timeout_s must suffice for a group of {len(job.completions)} responses, got {self._timeout_s:g} s, "
