@@ -29,6 +29,9 @@ MAX_LOST_SHARE = 0.25
 MIN_BUSY = 0.7
 """Limits beyond which a prediction is worth a warning."""
 
+MAX_OUTSTANDING = 1_000_000
+"""Responses outstanding at once above which nothing is simulated: a run would queue them all at its start."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -84,7 +87,13 @@ def plan_run(
         found = summary_rates(summary, slots, data.group_size, given.shape, budget)
     elif not given.is_complete:
         found = measure_rates(module, data, rollout.engine, slots, lag)
-    return make_plan(data, given.over(found, budget), num_slots=slots, publish_lag=lag)
+    plan = make_plan(data, given.over(found, budget), num_slots=slots, publish_lag=lag)
+    if module.updates_per_batch > 1:
+        plan.warnings.append(
+            f"model.updates_per_batch {module.updates_per_batch} is not simulated: ages within a batch rise by up to "
+            f"{module.updates_per_batch - 1} updates above those given, and staleness is in batches."
+        )
+    return plan
 
 
 def _check_prompts(data: RolloutDataModule) -> None:
@@ -115,6 +124,15 @@ def make_plan(
     Raises:
         ConfigurationError: a run with these settings would be refused, or wait for ever.
     """
+    limit = admission_limit(data.batch_groups, data.max_policy_age, data.capacity_groups, publish_lag)
+    if limit * data.group_size > MAX_OUTSTANDING:
+        key = "data.capacity_groups" if data.max_policy_age is None else "data.max_policy_age"
+        value = data.capacity_groups if data.max_policy_age is None else data.max_policy_age
+        raise ConfigurationError(
+            f"{key} must leave at most {MAX_OUTSTANDING:,} responses outstanding, got {value} ({limit:,} groups of "
+            f"{data.group_size}, all of which a run would queue at its start). Lower it, or set data.max_policy_age to null for no "
+            "bound."
+        )
     settings = SimulationSettings(
         batch_groups=data.batch_groups,
         group_size=data.group_size,
@@ -141,7 +159,6 @@ def make_plan(
         Row("response length, mean", lengths.mean_tokens, "tokens"),
         Row("response length, 99th percentile", lengths.p99_tokens, "tokens"),
     ]
-    limit = admission_limit(data.batch_groups, data.max_policy_age, data.capacity_groups, publish_lag)
     return Plan(rates, inputs + rows(settings, result, lengths), _warnings(settings, result, lengths, limit))
 
 

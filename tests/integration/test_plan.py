@@ -108,6 +108,18 @@ def test_a_pool_below_one_batch_is_refused(plan):
     assert "data.capacity_groups must hold at least one batch of 4" in errors
 
 
+def test_a_bound_so_large_that_a_run_would_queue_millions_is_refused_at_once(plan):
+    code, _, errors = plan(*RATES, "--data.max_policy_age=1000000")
+    assert code == 2
+    assert "data.max_policy_age must leave at most 1,000,000 responses outstanding, got 1000000" in errors
+
+
+def test_several_updates_a_batch_are_said_to_be_left_out(plan):
+    code, output, _ = plan(*RATES, "--model.updates_per_batch=2")
+    assert code == 0
+    assert "warning: model.updates_per_batch 2 is not simulated" in output
+
+
 def test_prompts_that_never_fill_a_batch_are_refused(plan):
     code, _, errors = plan(*RATES, "--data.max_prompt_epochs=1", "--data.batch_groups=100000000")
     assert code == 2
