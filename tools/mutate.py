@@ -33,9 +33,21 @@ TESTS = ROOT / "tests" / "unit" / "algorithm"
 GOAL = 0.95
 
 TESTED_THROUGH = {
+    "advantages": ["test_advantages", "test_micro_batches"],
+    "aggregation": ["test_policy_gradient"],
+    "clip_losses": ["test_objectives", "test_batch_objectives"],
+    "estimator": ["test_policy_gradient", "test_regularizers", "test_micro_batch_split"],
+    "exact_gradients": ["test_score_norms", "test_policy_gradient", "test_micro_batch_split"],
+    "group_losses": ["test_objectives", "test_batch_objectives"],
+    "logprobs": ["test_token_logprobs", "test_policy_gradient"],
+    "method": ["test_micro_batches", "test_policy_gradient"],
+    "options": ["test_objectives", "test_advantages"],
     "score_records": ["test_score_norms"],
+    "scored": ["test_policy_gradient"],
+    "weight_losses": ["test_objectives", "test_batch_objectives"],
 }
-"""Modules whose tests speak of the module above them; all others are tested by the files that import from them."""
+"""Modules whose tests speak of the module above them, or are imported by many; all others are tested by the files that import
+from them."""
 
 PRELOADED = (
     "torch",

@@ -37,6 +37,17 @@ def test_group_relative_advantages_match_the_oracle(advantage: Advantage, expect
     assert advantages(advantage, REWARDS) == pytest.approx([good, bad, bad, good, bad], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (GroupMean("sample_std"), [0.707107, -0.707107]),  # 1 / sqrt((1 + 1) / (2 - 1))
+        (LeaveOneOut(), [2.0, -2.0]),  # each less the other one: 2 - 0
+    ],
+)
+def test_two_members_have_one_degree_of_freedom(advantage: Advantage, expected: list[float]) -> None:
+    assert advantages(advantage, [2.0, 0.0]) == pytest.approx(expected, abs=1e-6)
+
+
 def test_length_weighted_baseline_matches_the_oracle() -> None:
     # b = (10 + 10) / (10 + 20 + 30 + 10 + 30) = .2
     result = advantages(OPO(), REWARDS, lengths=torch.tensor([10, 20, 30, 10, 30]))
@@ -143,5 +154,7 @@ def test_unknown_options_are_refused_by_key() -> None:
         OPOB(score_norm="exact")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="normalize"):
         GroupMean("std")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"weighting must be one of \['paper', 'released'\], got 'code'.*normalize must be"):
+        OPOB(weighting="code", normalize="std")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"score_norm must .*scope must be one of \['group', 'batch'\], got 'run'"):
         OPOB(score_norm="exact", scope="run")  # type: ignore[arg-type]
