@@ -26,6 +26,23 @@ from lit_asyncrl.pool.ledger import LedgerRow, format_table, totals
 from lit_asyncrl.pool.pool import BATCH_WAITER
 from lit_asyncrl.types import TrainBatch
 
+OVERVIEW = {
+    "overview": {
+        "held-out accuracy": ["Multiline", [r"val/.*/accuracy"]],
+        "reward": ["Multiline", ["reward/mean", "reward/accuracy"]],
+        "ESS over trajectories, factor on the learning rate": ["Multiline", ["weights/ess_ratio", "control/lr_scale"]],
+        "cosine of consecutive gradients": ["Multiline", ["control/gradient_cosine", "control/gradient_cosine_mean"]],
+        "gradient norm": ["Multiline", ["control/grad_norm"]],
+        "staleness, updates": [
+            "Multiline",
+            ["pool/policy_age_mean", "pool/policy_age_max", "pool/generation_staleness_mean", "pool/waiting_staleness_mean"],
+        ],
+        "tokens per second": ["Multiline", ["throughput/generated_tokens_per_s", "throughput/trained_tokens_per_s"]],
+        "seconds per update": ["Multiline", ["time/step_s", "time/data_wait_s"]],
+    }
+}
+"""TensorBoard's page `Custom Scalars`: what to look at first (regular expressions of keys)."""
+
 
 class RunReport(Callback):
     """Logs every update and sums the run up.
@@ -58,6 +75,9 @@ class RunReport(Callback):
         self._reset()
         self._rollout = find_rollout(trainer)
         self._generated_before = self._rollout.engine.generated_tokens
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_custom_scalars(OVERVIEW)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: TrainBatch, batch_idx: int
