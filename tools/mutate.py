@@ -34,17 +34,18 @@ GOAL = 0.95
 
 TESTED_THROUGH = {
     "advantages": ["test_advantages", "test_micro_batches"],
-    "aggregation": ["test_policy_gradient"],
-    "clip_losses": ["test_objectives", "test_batch_objectives"],
+    "aggregation": ["test_objectives", "test_objective_bounds"],
+    "clip_losses": ["test_objectives", "test_objective_bounds", "test_batch_objectives"],
     "estimator": ["test_policy_gradient", "test_regularizers", "test_micro_batch_split"],
     "exact_gradients": ["test_score_norms", "test_policy_gradient", "test_micro_batch_split"],
-    "group_losses": ["test_objectives", "test_batch_objectives"],
+    "group_losses": ["test_objectives", "test_objective_bounds"],
     "logprobs": ["test_token_logprobs", "test_policy_gradient"],
     "method": ["test_micro_batches", "test_policy_gradient"],
-    "options": ["test_objectives", "test_advantages"],
+    "options": ["test_objectives", "test_objective_bounds"],
     "score_records": ["test_score_norms"],
-    "scored": ["test_policy_gradient"],
-    "weight_losses": ["test_objectives", "test_batch_objectives"],
+    "scored": ["test_policy_gradient", "test_update_statistics"],
+    "weight_losses": ["test_objectives", "test_objective_bounds"],
+    "weights": ["test_importance_weights", "test_weight_statistics"],
 }
 """Modules whose tests speak of the module above them, or are imported by many; all others are tested by the files that import
 from them."""

@@ -154,7 +154,9 @@ def test_unknown_options_are_refused_by_key() -> None:
         OPOB(score_norm="exact")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="normalize"):
         GroupMean("std")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"weighting must be one of \['paper', 'released'\], got 'code'.*normalize must be"):
+    with pytest.raises(
+        ConfigurationError, match=r"weighting must be one of \['paper', 'released'\], got 'code'.*normalize must be"
+    ):
         OPOB(weighting="code", normalize="std")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"score_norm must .*scope must be one of \['group', 'batch'\], got 'run'"):
         OPOB(score_norm="exact", scope="run")  # type: ignore[arg-type]

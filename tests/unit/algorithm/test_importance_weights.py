@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_asyncrl.algorithm.weights import effective_sample_size, k3_sum, log_ratios, sequence_log_weights, weight_diagnostics
+from lit_asyncrl.algorithm.weights import (
+    effective_sample_size,
+    full_log_weights,
+    geometric_log_ratios,
+    k3_sum,
+    log_ratios,
+    sequence_log_weights,
+    weight_diagnostics,
+)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +70,32 @@ def test_log_ratios_ignore_whatever_stands_in_masked_slots() -> None:
     ratio = log_ratios(logprobs, behavior, mask)
     assert ratio[0].tolist() == pytest.approx([0, 0.2, -0.1, 0], abs=1e-6)
     assert float(sequence_log_weights(ratio, mask)) == pytest.approx(0.1, abs=1e-6)
+
+
+RATIO = torch.tensor([[9.0, 0.2, -0.1], [9.0, 9.0, 0.4], [9.0, 9.0, 9.0]])
+MASK = torch.tensor([[False, True, True], [False, False, True], [False, False, False]])
+
+
+def test_geometric_ratios_are_means_over_trained_tokens_and_0_without_any() -> None:
+    # (.2 - .1) / 2, .4 / 1
+    assert geometric_log_ratios(RATIO, MASK).tolist() == pytest.approx([0.05, 0.4, 0.0])
+
+
+def test_the_full_weight_is_that_of_the_kind_of_ratio() -> None:
+    assert full_log_weights("one", RATIO, MASK).tolist() == [[0.0] * 3] * 3
+    assert full_log_weights("token", RATIO, MASK) is RATIO
+    assert full_log_weights("product", RATIO, MASK).flatten().tolist() == pytest.approx([0.1, 0.4, 0.0])
+    assert full_log_weights("geometric", RATIO, MASK).flatten().tolist() == pytest.approx([0.05, 0.4, 0.0])
+
+
+def test_a_weight_of_exactly_the_cap_is_not_clipped() -> None:
+    assert (
+        weight_diagnostics(torch.tensor([math.log(8.0)], dtype=torch.float64), torch.tensor([1]), 8.0)[
+            "sequence_clipped_fraction"
+        ]
+        == 0
+    )
+    assert weight_diagnostics(torch.tensor([3.0]), torch.tensor([1]))["sequence_clipped_fraction"] == 0.0  # no cap
 
 
 def test_diagnostics_are_means_over_trajectories() -> None:

@@ -17,6 +17,7 @@ EXPONENTIAL = 2.717857  # longest of 8 exponential lengths: 1 + 1/2 + ... + 1/8
 def test_throughput_ratio_is_generated_over_trained_responses():
     # 128 slots at 2 s a response: 64 a second; 32 responses in 1 s: 32 a second
     assert throughput_ratio(128, 2.0, 32, 1.0) == 2.0
+    assert throughput_ratio(128, 2.0, 32, 0.5) == 1.0  # twice as many are trained
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,9 @@ def test_finite_groups_round_the_rollout_bound_form_down():
 def test_a_train_bound_queue_needs_a_capacity():
     with pytest.raises(ValueError, match="queue_updates must be given"):
         waiting_staleness_form(1.5)
+
+
+def test_at_a_ratio_of_1_the_queue_s_capacity_is_needed():
+    assert waiting_staleness_form(1.0, 2.0) == 2.0  # (2 * 2 + 1 - 1) / 2
+    with pytest.raises(ValueError, match="queue_updates must be given"):
+        waiting_staleness_form(1.0)

@@ -1,5 +1,7 @@
 """PACE's formulas against the hand-computed pool of eight trajectories."""
 
+import math
+
 import pytest
 import torch
 
@@ -124,3 +126,39 @@ def test_absolute_scores_weigh_what_was_forgotten_and_nothing_else() -> None:
     # 1 - e^-.5 = .39346934; a prefix that became likelier, and none at all, score 0
     scores = absolute_scores(torch.tensor([0.5, -0.5, float("nan"), 0.0, 50.0]))
     assert scores.tolist() == pytest.approx([0.39346934, 0, 0, 0, 1], abs=1e-8)
+
+
+def test_tokens_of_version_0_are_sampled_ones():
+    versions, lengths = torch.tensor([-1, 0, 2]), torch.tensor([3])
+    assert generation_staleness(versions, lengths, 2).tolist() == [1.0]  # (2 + 0) / 2
+    assert prefix_mask(versions, lengths, 2).tolist() == [False, True, False]
+
+
+def test_a_prompt_token_is_no_prefix_whatever_was_served():
+    assert prefix_mask(torch.tensor([-1, 1]), torch.tensor([2]), 1).tolist() == [False, False]
+
+
+def test_the_positive_score_counts_no_token_that_became_likelier():
+    # d = .5 and -.3: (.5 + 0) / 2
+    result = prefix_forgetting(
+        torch.tensor([0.0, -1.0, -0.2]), torch.tensor([0.0, -0.5, -0.5]), torch.tensor([-1, 0, 0]), torch.tensor([3]), 1, "pos"
+    )
+    assert result.tolist() == pytest.approx([0.25])
+
+
+def test_one_scored_member_has_the_full_percentile():
+    assert percentile_scores(torch.tensor([0.3, math.nan])).tolist() == [1.0, 0.0]
+
+
+def test_the_budget_is_smoothed_by_a_fifth():
+    # excess (40 - 20) / 40 = .5, ema = .8 * 0 + .2 * .5 = .1, floor(.1 * 40) = 4
+    assert rejection_budget(40, 20.0, 8, 0.0) == (4, pytest.approx(0.1))
+
+
+def test_ties_keep_the_lower_id_and_the_older_start_first():
+    staleness = torch.full((40,), 2.0)
+    start = torch.arange(40) % 2
+    ids = torch.arange(39, -1, -1)
+    chosen = members_to_reject(staleness, start, ids, 40)
+    # among equals, start version 0 first, each by rising id; ids fall with the position
+    assert ids[chosen].tolist() == sorted(ids[start == 0].tolist()) + sorted(ids[start == 1].tolist())
