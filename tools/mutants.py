@@ -2,7 +2,7 @@
 
 One mutant is one change: an operator, a comparison, a number, a condition, a boundary function (min for max), or a statement left
 out. Docstrings, annotations, messages, assertions, `raise` statements and module-level constants (sizes that trade memory for
-time) stay as they are.
+time) stay as they are, and so does the sign of a tensor's dimension -1, which is dimension 1 of a matrix.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ NAMES = {
     "exp": "expm1",
     "sqrt": "square",
 }
+
+
+OVER_A_DIMENSION = {"any", "argmax", "cumsum", "gather", "log_softmax", "logsumexp", "mean", "scatter_add_", "squeeze", "sum"}
+"""Tensor methods whose first argument is a dimension."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,14 @@ class _Sites(ast.NodeVisitor):
                 change = f"{type(operator).__name__} -> {new.__name__} in {ast.unparse(node)[:60]}"
                 self._add(node, change, partial(_set_comparison, i, new))
         self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        is_method = isinstance(node.func, ast.Attribute) and node.func.attr in OVER_A_DIMENSION
+        if is_method and node.args and ast.unparse(node.args[0]) == "-1":
+            for child in (node.func, node.args[0].operand, *node.args[1:], *node.keywords):  # type: ignore[attr-defined]
+                self.visit(child)
+        else:
+            self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         if isinstance(node.op, (ast.USub, ast.Not, ast.Invert)):  # applied twice it does nothing

@@ -139,3 +139,17 @@ def test_what_a_penalty_cannot_be_is_refused_by_key() -> None:
         ConfigurationError, match=r"model\.reference_kl\.estimator must be one of .*reference_kl\.coefficient must"
     ):
         ReferenceKL(-1.0, "k4")  # type: ignore[arg-type]
+
+
+def test_a_coefficient_of_0_measures_and_one_below_is_refused():
+    assert ReferenceKL(0.0).coefficient == 0.0
+    assert ReferenceKL().coefficient == 0.001
+    with pytest.raises(ConfigurationError, match=r"model\.reference_kl\.coefficient must be a finite number of at least 0"):
+        ReferenceKL(-0.1)
+
+
+def test_without_a_coefficient_or_a_reference_there_is_no_penalty():
+    arguments = (torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1), torch.ones(1, 2, dtype=torch.bool))
+    logprobs, entropy, scales, mask = arguments
+    assert float(Regularizer(0.5).loss(logprobs, entropy, None, scales, mask)) == 0.0
+    assert float(Regularizer(0.0).loss(logprobs, entropy, logprobs.clone().fill_(torch.nan), scales, mask)) == 0.0

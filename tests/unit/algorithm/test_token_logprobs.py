@@ -67,6 +67,16 @@ def test_greedy_sampling_is_scored_at_temperature_one() -> None:
     assert torch.equal(*scored)
 
 
+def test_untrained_tokens_are_scored_where_the_engine_sampled_them_version_0_included() -> None:
+    model, batch = make_model("tied qwen3", torch.float64), make_batch()
+    sampled = batch.token_versions >= 0
+    first = replace(batch, loss_mask=torch.zeros_like(sampled), token_versions=batch.token_versions.clamp(max=0))
+    result = token_logprobs(model, first)
+    assert torch.equal(result.logprobs != 0, sampled)
+    assert result.energy is None
+    assert not result.entropy.requires_grad
+
+
 def test_works_without_gradient_and_without_sampled_tokens() -> None:
     model, batch = make_model("tied qwen3", torch.float32), make_batch(dtype=torch.float32)
     nothing = torch.zeros_like(batch.loss_mask)
