@@ -1,13 +1,183 @@
-"""Reads checkpoints without running any code in them, and exports a policy from one."""
+"""Checkpoint files: written atomically, read without running any code in them, found again after a crash."""
 
 from __future__ import annotations
 
-from typing import Any
+import fcntl
+import os
+import random
+import uuid
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from lit_asyncrl.errors import CheckpointError
 from lit_asyncrl.policy import load_model, load_tokenizer, resolve_policy_path
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+TEMPORARY = "lit-asyncrl-tmp"
+"""Ending of the temporary files, which are named `.<file>.<random>.<this>`."""
+
+
+# ------------------------------------------------------------------ one file
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write a file that is whole as soon as it has its name, and stays so if the machine goes down.
+
+    Raises:
+        CheckpointError: the folder cannot be written, the disk is full, or the content cannot be saved. A previous file of the
+            name is as it was, and nothing else is left.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path.parent)
+        with _temporary(path) as (file, temporary):
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except Exception as error:
+        cause = _root(error)
+        raise CheckpointError(
+            f"Checkpoint {str(path)!r} could not be written ({type(cause).__name__}: {cause}). The previous one of this name is "
+            "as it was. Make room, or give trainer.default_root_dir a folder that can be written."
+        ) from error
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """A file beside `path`, locked as long as its writer lives, and gone afterwards unless it was given another name."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.{TEMPORARY}")
+        with temporary.open("wb") as file:
+            try:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.fstat(file.fileno()).st_nlink:
+                    continue  # another run took it for a leftover before it was locked
+                yield file, temporary
+                return
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of runs that were killed: those that nobody has locked."""
+    for leftover in folder.glob(f".*.{TEMPORARY}"):
+        with suppress(OSError), leftover.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """The content of a checkpoint, without running any pickled code. Every byte is checked: holes in the middle are found.
+
+    Raises:
+        CheckpointError: the file is missing, torn or foreign.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()  # PyTorch writes the sums, and does not look at them
+        if broken is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {broken!r}")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"ckpt_path must name a whole checkpoint, got {path!r} ({type(error).__name__}: {error})."
+        ) from error
+    if not isinstance(checkpoint, dict) or "lit_asyncrl" not in checkpoint:
+        raise CheckpointError(f"ckpt_path must name a checkpoint written by lit-asyncrl, got {path!r}.")
+    return checkpoint
+
+
+def _root(error: BaseException) -> BaseException:
+    """The operating system's error behind one of PyTorch's writer, where there is one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+# ------------------------------------------------------------------ finding one
+
+
+def newest_checkpoint(trainer: Trainer) -> str | None:
+    """What `--ckpt_path last` means: the newest whole checkpoint of this run or of an earlier one with the same settings.
+
+    It looks into the folder of each ModelCheckpoint that has one, else into those of all versions of the first logger's
+    experiment (`<save_dir>/<name>/*/checkpoints`), or `<default_root_dir>/checkpoints` without a logger. Torn and foreign files
+    are skipped with a warning.
+
+    Returns:
+        Its path; None, with a warning, if there is none: a job that always passes `last` starts from the beginning.
+    """
+    given = [str(folder) for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))]
+    pattern = "*.ckpt"
+    if given:
+        folders = [Path(folder) for folder in given]
+    elif trainer.loggers:
+        logger = trainer.loggers[0]
+        folders = [Path(logger.save_dir or trainer.default_root_dir) / str(logger.name)]
+        pattern = "*/checkpoints/*.ckpt"
+    else:
+        folders = [Path(trainer.default_root_dir) / "checkpoints"]
+    found = {path: path.stat().st_mtime_ns for folder in folders for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(found, key=lambda path: (found[path], path.name), reverse=True):
+        try:
+            read_checkpoint(str(path))
+        except CheckpointError as error:
+            warnings.warn(f"ckpt_path last: {path} is skipped, an older one is looked for. {error}", stacklevel=2)
+        else:
+            return str(path)
+    places = ", ".join(str(folder) for folder in folders)
+    warnings.warn(f"ckpt_path last: no whole checkpoint is in {places}; nothing is restored.", stacklevel=2)
+    return None
+
+
+# ------------------------------------------------------------------ random numbers
+
+
+def rng_states() -> dict[str, Any]:
+    """States of the random generators of Python, NumPy and PyTorch, as plain types and tensors."""
+    numpy = cast("dict[str, Any]", np.random.get_state(legacy=False))
+    state = numpy["state"]
+    version, words, gauss = random.getstate()
+    return {
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": (torch.from_numpy(state["key"].astype(np.int64)), state["pos"], numpy["has_gauss"], numpy["gauss"]),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Undo `rng_states`; those of GPUs only on a machine with as many."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    key, position, has_gauss, cached = states["numpy"]
+    np.random.set_state(("MT19937", key.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+# ------------------------------------------------------------------ the policy
 
 
 def export_policy(checkpoint_path: str, output_dir: str, policy_path: str | None = None) -> str:
@@ -42,20 +212,3 @@ def export_policy(checkpoint_path: str, output_dir: str, policy_path: str | None
     model.save_pretrained(output_dir)
     load_tokenizer(source).save_pretrained(output_dir)
     return output_dir
-
-
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """The content of a checkpoint, without running any pickled code.
-
-    Raises:
-        CheckpointError: the file is missing, torn or foreign.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"ckpt_path must name a whole checkpoint, got {path!r} ({type(error).__name__}: {error})."
-        ) from error
-    if not isinstance(checkpoint, dict) or "lit_asyncrl" not in checkpoint:
-        raise CheckpointError(f"ckpt_path must name a checkpoint written by lit-asyncrl, got {path!r}.")
-    return checkpoint

@@ -39,12 +39,13 @@ from lit_asyncrl.callbacks import AsyncRollout, CollapseGuard, EssLrScale, Gradi
 from lit_asyncrl.callbacks.async_rollout import check_settings
 from lit_asyncrl.callbacks.predictions import PredictionWriter
 from lit_asyncrl.callbacks.signals import EXIT_CODES
-from lit_asyncrl.checkpoints import export_policy, read_checkpoint
+from lit_asyncrl.checkpoints import export_policy, newest_checkpoint, read_checkpoint
 from lit_asyncrl.datamodule import RolloutDataModule, lag_of
 from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, DataError, StopRequested
 from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.planning.plan import Plan, plan_run
 from lit_asyncrl.planning.rates import GivenRates
+from lit_asyncrl.recording.configuration import flatten
 from lit_asyncrl.simulation.lengths import LengthShape
 from lit_asyncrl.strict_yaml import check_yaml_file
 
@@ -148,8 +149,37 @@ class AsyncRLCLI(LightningCLI):
             read_checkpoint(path)
 
     def before_fit(self) -> None:
-        """Refuse a run that cannot work."""
+        """Refuse a run that cannot work, and find what it goes on with."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, AsyncRollout):
+                callback.configuration = flatten(self.config[self.subcommand].as_dict())
         refuse_early(self.trainer, self.model, self.datamodule)
+        self._find_last()
+
+    def before_validate(self) -> None:
+        """Find the checkpoint."""
+        self._find_last()
+
+    def before_test(self) -> None:
+        """Find the checkpoint."""
+        self._find_last()
+
+    def before_predict(self) -> None:
+        """Find the checkpoint."""
+        self._find_last()
+
+    def _find_last(self) -> None:
+        """`--ckpt_path last` means earlier runs too: Lightning would look into this run's new folder alone.
+
+        Raises:
+            CheckpointError: there is nothing to evaluate.
+        """
+        arguments = self.config_init[self.subcommand]
+        if arguments.get("ckpt_path") != "last":
+            return
+        arguments["ckpt_path"] = newest_checkpoint(self.trainer)
+        if arguments["ckpt_path"] is None and self.subcommand != "fit":
+            raise CheckpointError("ckpt_path must name a checkpoint to evaluate, got last, and none was found. Give its path.")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """`predict` always writes its completions; a config may hold a PredictionWriter with another path."""
@@ -302,9 +332,14 @@ def user_error(error: BaseException | None) -> BaseException | None:
 
 
 def main(args: ArgsType = None) -> None:
-    """Entry point of `lit-asyncrl`. Exits with 0, 1 (error), 2 (wrong arguments or files), 130 (SIGINT) or 143 (SIGTERM)."""
+    """Run the command. Exits with 0, 1 (error), 2 (wrong arguments or files), 130 (SIGINT) or 143 (SIGTERM).
+
+    The command itself begins in `__main__.py`, which takes signals over before this module's imports.
+    """
     try:
         cli = run(args)
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_CODES["SIGINT"]) from None
     except StopRequested as request:  # before training began, or in `predict`
         raise SystemExit(EXIT_CODES.get(str(request), 1)) from None
     except SystemExit as leaving:  # Lightning's exit, with 1, after a Ctrl-C while the engine started

@@ -10,8 +10,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
+from lit_asyncrl.checkpoint_io import install_atomic_io
 from lit_asyncrl.checks import check_data, check_prompts, checked_ids, collect_tasks
 from lit_asyncrl.errors import CheckpointError, ConfigurationError, WaitTimeoutError
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationSet
-from lit_asyncrl.generation.groups import sample_record
+from lit_asyncrl.generation.groups import pack_completions, sample_record, unpack_completions
 from lit_asyncrl.generation.rollout import RolloutConfig, RolloutWorker, Truncated, ZeroVariance
 from lit_asyncrl.interfaces import Task
 from lit_asyncrl.loaders import EvaluationLoader, PromptsExhausted, TrainLoader, score_groups
-from lit_asyncrl.pool.collate import collate
+from lit_asyncrl.pool.collate import collate, in_training_order
 from lit_asyncrl.pool.pace import PaceSampler
 from lit_asyncrl.pool.pool import TrajectoryPool
 from lit_asyncrl.pool.records import TakenGroup
@@ -35,7 +36,7 @@ from lit_asyncrl.supervisor import Supervisor
 from lit_asyncrl.tasks.digits import ReverseDigits
 from lit_asyncrl.tasks.prompt_source import PromptSource, Refill, derive_seed
 from lit_asyncrl.tasks.runner import RewardRunner
-from lit_asyncrl.types import Prompt, SamplingParams, TrainBatch, TrajectoryGroup
+from lit_asyncrl.types import Completion, Prompt, SamplingParams, TrainBatch, TrajectoryGroup
 
 if TYPE_CHECKING:
     from lit_asyncrl.module import PolicyModule
@@ -70,6 +71,10 @@ class RolloutDataModule(LightningDataModule):
         max_prompt_epochs: passes through the training split; None: without end.
         save_rollouts: folder for sampled trajectories as JSONL, one group of each update, for reading; None: not saved.
         seed: of prompts and sampling; None: `seed_everything`'s.
+
+    Attributes:
+        batch_ids: group ids of the last batch, in the order of its micro-batches.
+        while_waiting: called now and then while the trainer waits for a batch, in its thread.
     """
 
     def __init__(
@@ -118,12 +123,26 @@ class RolloutDataModule(LightningDataModule):
         self.supervisor = Supervisor()
         self._make_scorer = partial(RewardRunner, timeout_s=reward_timeout_s, on_error=on_reward_error)
         self.scorer = self._make_scorer()
-        self.worker: RolloutWorker | None = None
+        self._worker: RolloutWorker | None = None
+        self._carried: dict[int, list[Completion]] = {}
+        self.batch_ids: list[int] = []
+        self.while_waiting: Callable[[], object] = lambda: None
         self._prepared_for: PolicyModule | None = None
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         check_data(self)
 
     # ---------------------------------------------------------------- set-up
+
+    @property
+    def worker(self) -> RolloutWorker | None:
+        """The rollout worker of the run; it goes on with the responses that a checkpoint carried."""
+        return self._worker
+
+    @worker.setter
+    def worker(self, worker: RolloutWorker | None) -> None:
+        self._worker = worker
+        if worker is not None:
+            worker.carry(self._carried)
 
     @property
     def _module(self) -> PolicyModule:
@@ -151,6 +170,9 @@ class RolloutDataModule(LightningDataModule):
         self.scorer = self._make_scorer(supervisor=self.supervisor)
         self.worker = None
         self._snapshot = None
+        self._carried = {}
+        assert self.trainer is not None
+        install_atomic_io(self.trainer)
         module = self._module
         publish_lag = lag_of(self.trainer)
         self.prepare(module, publish_lag)
@@ -238,8 +260,10 @@ class RolloutDataModule(LightningDataModule):
     def take_batch(self) -> TrainBatch:
         """Wait for a batch of groups, re-scored where the sampler asks for it, and pad it."""
         module = self._module
+        self._snapshot = None  # as large as the pool
         with module.times.measure("data_wait"):
             taken = self._take(module.policy_version)
+        self.batch_ids = [item.group.group_id for item in in_training_order(taken)]
         with module.times.measure("collate"):
             batch = collate(
                 taken,
@@ -264,6 +288,7 @@ class RolloutDataModule(LightningDataModule):
         deadline = time.monotonic() + self.data_timeout_s
         while True:
             ended = self.worker.exhausted
+            self.while_waiting()
             try:
                 return self.pool.take(policy_version, self.score_groups, min(TAKE_SLICE_S, self.data_timeout_s))
             except WaitTimeoutError as error:
@@ -303,36 +328,63 @@ class RolloutDataModule(LightningDataModule):
     # ---------------------------------------------------------------- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Pool, prompt position and outstanding prompts: one consistent snapshot, made once per policy version."""
+        """Pool, prompt position, and groups in flight with what is sampled of them: one snapshot of one instant."""
         if not hasattr(self, "pool"):
             return {}
         version = self._module.policy_version
         if self._snapshot is None or self._snapshot[0] != version:
-            frozen: AbstractContextManager[list[Prompt]] = nullcontext([]) if self.worker is None else self.worker.frozen()
-            with frozen as outstanding:
-                state = {
-                    "tasks": sorted(self.tasks),
-                    "pool": self.pool.state_dict(0 if self.worker is None else self.worker.unfinished_tokens),
-                    "prompts": self.prompts.state_dict(outstanding),
-                }
-            self._snapshot = (version, state)
+            self._snapshot = (version, self._take_snapshot())
         return self._snapshot[1]
 
+    def _take_snapshot(self) -> dict[str, Any]:
+        worker, groups, carried, unfinished = self.worker, [], dict(self._carried), 0
+        with nullcontext() if worker is None else worker.frozen():
+            if worker is not None:
+                groups, carried = worker.open_groups(), worker.carried
+                unfinished = worker.unfinished_tokens  # after what it counts: tokens are reported meanwhile
+            carried |= {group.prompt.group_id: group.members for group in groups}
+            tokens = {group_id: sum(len(c.token_ids) for c in members) for group_id, members in carried.items()}
+            return {
+                "tasks": sorted(self.tasks),
+                "pool": self.pool.state_dict(unfinished, tokens),
+                "prompts": self.prompts.state_dict([group.prompt for group in groups]),
+                "members": pack_completions(c for members in carried.values() for c in members),
+                "sampling": self._sampled_with(),
+            }
+
+    def _sampled_with(self) -> dict[str, Any]:
+        """Settings that members of a group must have in common."""
+        return {"group_size": self.group_size, "sampling.max_new_tokens": self.sampling.max_new_tokens}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue pool and prompts where the snapshot was taken; groups in flight then are sampled again.
+        """Continue pool and prompts where the snapshot was taken; groups in flight then are sent again and go on.
 
         Raises:
             CheckpointError: the checkpoint's prompts are of other tasks.
         """
         assert self.trainer is not None
-        if state_dict and self.trainer.state.fn == "fit":  # an evaluation needs no pool, whatever its settings
-            if state_dict["tasks"] != sorted(self.tasks):
-                raise CheckpointError(
-                    f"data.task must be that of the checkpoint, got {sorted(self.tasks)} instead of {state_dict['tasks']} (its "
-                    "prompts and groups go on). To train the policy on another task, export it and start anew."
-                )
-            self.prompts.load_state_dict(state_dict["prompts"])  # before the pool, which may drop a group and have it sent again
-            self.pool.load_state_dict(state_dict["pool"])
+        if not state_dict or self.trainer.state.fn != "fit":  # an evaluation needs no pool, whatever its settings
+            return
+        if state_dict["tasks"] != sorted(self.tasks):
+            raise CheckpointError(
+                f"data.task must be that of the checkpoint, got {sorted(self.tasks)} instead of {state_dict['tasks']} (its "
+                "prompts and groups go on). To train the policy on another task, export it and start anew."
+            )
+        self.prompts.load_state_dict(state_dict["prompts"])  # before the pool, which may drop a group and have it sent again
+        self.pool.load_state_dict(state_dict["pool"])
+        members = unpack_completions(state_dict["members"])
+        changed = [key for key, value in self._sampled_with().items() if value != state_dict["sampling"][key]]
+        if changed and members:
+            warnings.warn(
+                f"data.{changed[0]} is {self._sampled_with()[changed[0]]}, and was {state_dict['sampling'][changed[0]]} in the "
+                f"checkpoint: {len(members)} responses of groups that were not complete are sampled again.",
+                stacklevel=2,
+            )
+            self.pool.ledger.interrupt()
+            members = []
+        self._carried = {}
+        for member in members:
+            self._carried.setdefault(member.request_id // self.group_size, []).append(member)
 
     def on_exception(self, exception: BaseException) -> None:
         """Release the tasks' resources: Lightning calls no teardown after an exception."""

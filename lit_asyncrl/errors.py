@@ -30,6 +30,10 @@ class WeightSyncError(EngineError):
     """New weights were not delivered, or the proof of delivery failed."""
 
 
+class DeliveryLost(WeightSyncError):  # noqa: N818 - no fault of the delivery: it is sent again
+    """The engine was started anew before it had proved the weights: it serves none until they are sent again."""
+
+
 class RewardError(AsyncRLError, RuntimeError):
     """A reward function raised, returned a value that is not finite, or exceeded its timeout."""
 
@@ -40,6 +44,10 @@ class PoolError(AsyncRLError, RuntimeError):
 
 class WaitTimeoutError(AsyncRLError, TimeoutError):
     """A bounded wait ended without what it waited for; the message names who waited, for what, and how long."""
+
+
+class StallError(AsyncRLError, TimeoutError):
+    """A part of the run gave no sign of life, or the whole run made no progress; the message names the part and every wait."""
 
 
 class StopRequested(AsyncRLError):  # noqa: N818 - a request, not a fault

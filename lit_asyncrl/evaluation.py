@@ -120,6 +120,10 @@ class Evaluator:
         decode: token ids -> text, special tokens removed.
         supervisor: bounds the wait.
         timeout_s: seconds for one whole evaluation.
+        while_waiting: called now and then, in the caller's thread.
+
+    Attributes:
+        num_answers: responses received so far.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class Evaluator:
         *,
         supervisor: Supervisor,
         timeout_s: float,
+        while_waiting: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine = engine
         self._scorer = scorer
@@ -138,7 +143,9 @@ class Evaluator:
         self._decode = decode
         self._supervisor = supervisor
         self._timeout_s = timeout_s
+        self._while_waiting = while_waiting
         self._ids = count()
+        self.num_answers = 0
 
     def run(self, batch: EvaluationBatch) -> EvaluationResult:
         """Evaluate one set.
@@ -172,10 +179,12 @@ class Evaluator:
         self._engine.submit(requests)
         while missing:
             self._supervisor.raise_if_stopping()
+            self._while_waiting()
             for completion in self._engine.evaluation_completions(POLL_S):
                 if completion.request_id in order:  # others: left from an evaluation that was broken off
                     results[order[completion.request_id]] = completion
                     missing -= 1
+                    self.num_answers += 1
             if time.monotonic() > deadline and missing:
                 raise WaitTimeoutError(
                     f"Evaluation {batch.name!r} had {missing} of {len(requests)} responses missing after {self._timeout_s:.0f} s."

@@ -156,6 +156,11 @@ class GenerationEngine(ABC):
         return []
 
     @property
+    def lost_tokens(self) -> int:
+        """Tokens of `generated_tokens` that no completion will hold: those lost with an engine that died."""
+        return 0
+
+    @property
     def silent_s(self) -> float:
         """Seconds since the engine's last sign of life; 0 where it cannot fall silent (in the trainer's process)."""
         return 0.0

@@ -29,6 +29,7 @@ from lit_asyncrl.algorithm.options import OptionCheck
 from lit_asyncrl.algorithm.regularizers import ReferenceKL, Regularizer
 from lit_asyncrl.algorithm.settings import contradictions
 from lit_asyncrl.algorithm.statistics import age_stats, mean_stats, pool_stats
+from lit_asyncrl.checkpoints import rng_states, set_rng_states
 from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, StopRequested
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult
 from lit_asyncrl.interfaces import Advantage, Objective
@@ -121,6 +122,7 @@ class PolicyModule(LightningModule):
         self._tokenizer: Any = None
         self._consecutive_skips = 0
         self.num_skipped = 0
+        self._rng: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------- the model
 
@@ -215,25 +217,43 @@ class PolicyModule(LightningModule):
                 updates = [self.estimator.with_logprobs(self.model, parts) for parts in updates]
         steps, ages, num_over_age = [], [], 0
         for i, parts in enumerate(updates):
+            left_out: list[int] = []
             if i > 0:
-                parts, dropped = self._later(parts)
-                num_over_age += dropped
+                parts, left_out = self._later(parts)
+                num_over_age += len(left_out)
             ages += [policy_ages(part, self.policy_version) for part in parts]
+            before = self.policy_version
             steps.append(self._update(parts))
+            if len(updates) > 1:
+                self._account(i, left_out, skipped=self.policy_version == before)
         self.step = mean_stats(steps)
         if len(steps) > 1:
             batch.stats |= age_stats(ages, num_over_age)
 
-    def _later(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], int]:
-        """The micro-batches of a later update of a batch, and how many groups of them became too old since it was taken."""
+    def _later(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], list[int]]:
+        """The micro-batches of a later update of a batch, and which of its groups, counted through, became too old for it."""
         parts = list(micro_batches)
         if not self.estimator.needs_proximal:  # log-probs that were handed on are of the policy before the first update
             parts = [replace(part, logprobs=None) for part in parts]
-        data, num_over_age = self.trainer.datamodule, 0  # type: ignore[attr-defined]
-        if data.max_policy_age is not None:
-            young = [without_over_age(part, self.policy_version, data.max_policy_age, data.age_measure) for part in parts]
-            parts, num_over_age = [part for part, _ in young], sum(number for _, number in young)
-        return parts, num_over_age
+        data, young, left_out, number = self.trainer.datamodule, [], [], 0  # type: ignore[attr-defined]
+        if data.max_policy_age is None:
+            return parts, []
+        for part in parts:
+            kept, _ = without_over_age(part, self.policy_version, data.max_policy_age, data.age_measure)
+            lost = (part.loss_mask & ~kept.loss_mask).any(-1)
+            left_out += [number + group for group in part.group_index[lost].unique().tolist()]
+            number += len(part.group_index.unique())
+            young.append(kept)
+        return young, left_out
+
+    def _account(self, update: int, left_out: Sequence[int], *, skipped: bool) -> None:
+        """Tell the pool which groups of one of several updates were not trained: group j of a batch is of update j mod n."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        ids = data.batch_ids[update :: self.updates_per_batch]
+        over_age = [ids[j] for j in left_out]
+        data.pool.leave_out(over_age, "over_age")
+        if skipped:
+            data.pool.leave_out([group_id for group_id in ids if group_id not in over_age], "skipped_update")
 
     def _update(self, micro_batches: Sequence[MicroBatch]) -> StepStats:
         """One optimizer update, or a skip."""
@@ -324,15 +344,16 @@ class PolicyModule(LightningModule):
     # ---------------------------------------------------------------- checkpoint
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the version and where the model came from."""
+        """Add the version, where the model came from, and the random generators' states."""
         checkpoint["lit_asyncrl"] = {
             "policy_version": self.policy_version,
             "policy_path": self.policy.path,
             "num_skipped": self.num_skipped,
+            "rng": rng_states(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the version.
+        """Restore the version, and keep the random generators' states for the start of training.
 
         Raises:
             CheckpointError: the file was not written by lit-asyncrl.
@@ -347,3 +368,10 @@ class PolicyModule(LightningModule):
             )
         self.policy_version = int(checkpoint["lit_asyncrl"]["policy_version"])
         self.num_skipped = int(checkpoint["lit_asyncrl"]["num_skipped"])
+        self._rng = checkpoint["lit_asyncrl"]["rng"]
+
+    def on_train_start(self) -> None:
+        """Let the random generators go on where the checkpoint was written: what ran since then drew from them."""
+        if self._rng is not None:
+            set_rng_states(self._rng)
+            self._rng = None

@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from lit_asyncrl.errors import ConfigurationError, EngineError
-from lit_asyncrl.generation.vllm_client import cpu_arguments
+from lit_asyncrl.generation.vllm_client import cpu_arguments, shared_memory_of
 from lit_asyncrl.policy import resolve_policy_path
 
 POLL_S = 0.2
@@ -145,11 +145,22 @@ def answers(url: str, body: dict[str, Any] | None = None) -> bool:
         return False
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End the server and every process of its session, also when it has died before them; returns when all are gone."""
+def family_of(server: int) -> list[psutil.Process]:
+    """Every process of the server's session."""
+    return [member for member in psutil.process_iter() if is_in_session(member.pid, server)]
+
+
+def end(process: subprocess.Popen[bytes], shared: set[str]) -> None:
+    """End the server and every process of its session, also when it has died before them; returns when all are gone.
+
+    Args:
+        process: the server.
+        shared: names under /dev/shm of what they share, which killed ones leave behind.
+    """
     for number in (signal.SIGINT, *ENDING):
         signal.signal(number, signal.SIG_IGN)  # being ended twice shall not cut this short
-    family = [member for member in psutil.process_iter() if is_in_session(member.pid, process.pid)]
+    family = family_of(process.pid)
+    shared = shared.union(*map(shared_memory_of, family))
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_GRACE_S)
@@ -159,6 +170,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
     for member in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
+    psutil.wait_procs(alive, timeout=DRAIN_S)
+    for name in shared:
+        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def is_in_session(pid: int, session: int) -> bool:
@@ -211,12 +225,14 @@ def main() -> int:
             preexec_fn=end_with_this_process,  # no other thread is alive that could hold a lock
             start_new_session=True,  # a Ctrl-C in the terminal is for this process, which passes it on
         )
+        shared: set[str] = set()
         try:
             wait_until_ready(process, url, arguments.start_timeout_s)
+            shared.update(*map(shared_memory_of, family_of(process.pid)))
             print(url, flush=True)
             return process.wait()
         finally:
-            end(process)
+            end(process, shared)
 
 
 def socket_root() -> str:

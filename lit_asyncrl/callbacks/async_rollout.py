@@ -12,6 +12,7 @@ the publisher for the proof of delivery (engine). Every wait is bounded by the r
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import suppress
@@ -21,16 +22,23 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_asyncrl.callbacks.signals import SignalHandlers
+from lit_asyncrl.callbacks.tapes import open_tape
 from lit_asyncrl.datamodule import RolloutDataModule
 from lit_asyncrl.errors import ConfigurationError, StopRequested
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult, Evaluator
 from lit_asyncrl.generation.hf import HFEngine
 from lit_asyncrl.generation.publisher import EXACT_NOISE, ROUNDED_NOISE, WeightPublisher
+from lit_asyncrl.generation.restarting import RestartingEngine
 from lit_asyncrl.generation.rollout import RolloutWorker
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.policy import end_of_sequence_ids, probe_ids, resolve_policy_path, vocabulary_size
-from lit_asyncrl.pool.ledger import UNPROVED
+from lit_asyncrl.pool.ledger import INTERRUPTED, UNPROVED
+from lit_asyncrl.recording.configuration import check_tape
+from lit_asyncrl.recording.recorder import RunRecorder
+from lit_asyncrl.recording.replay import RunReplay
+from lit_asyncrl.supervisor import CLOSED
+from lit_asyncrl.watchdog import Watchdog
 
 PRECISIONS = ("32-true", "bf16-mixed", "64-true")
 """Values of `trainer.precision` that keep the master weights exact."""
@@ -51,9 +59,21 @@ class AsyncRollout(Callback):
         rehearse: prove before the first update, tensor group by tensor group, that changed weights reach the engine.
         sync_timeout_s: seconds for one weight update, proof included.
         evaluation_timeout_s: seconds for one evaluation of one held-out set.
+        max_restarts: how often an engine that dies or falls silent is started anew, its unfinished responses going on; then, and
+            with 0 at once, the run ends with its error.
+        silent_timeout_s: seconds without a sign of life after which the engine counts as dead; more than its longest decode
+            step, prefill or compilation.
+        stall_timeout_s: seconds without a sign of life of a part, or without progress of the whole run, that end it (at least
+            `sync_timeout_s`).
+        grace_s: seconds from SIGTERM or Ctrl-C, or from a fault, to the end of the run; then the process leaves by itself.
         evaluate_first: evaluate the held-out sets before the first update.
         evaluate_last: evaluate them after the last update.
         trainer_threads: CPU threads of the trainer; None: the machine's cores less the engine's.
+        record_run: new file to record the run in: answers in order of arrival, prompts, and what was taken from the pool.
+        replay_run: record to train again, without the engine: on the same machine with the same weights, bit by bit.
+
+    Attributes:
+        configuration: the run's settings by key, for its record; the command line fills it in.
     """
 
     def __init__(
@@ -66,9 +86,15 @@ class AsyncRollout(Callback):
         rehearse: bool = True,
         sync_timeout_s: float = 60.0,
         evaluation_timeout_s: float = 600.0,
+        max_restarts: int = 3,
+        silent_timeout_s: float = 120.0,
+        stall_timeout_s: float = 600.0,
+        grace_s: float = 30.0,
         evaluate_first: bool = True,
         evaluate_last: bool = True,
         trainer_threads: int | None = None,
+        record_run: str | None = None,
+        replay_run: str | None = None,
     ) -> None:
         problems = [
             f"AsyncRollout.{key} must be {contract}, got {value}."
@@ -79,6 +105,10 @@ class AsyncRollout(Callback):
                 ("max_model_len", max_model_len, "at least 2 tokens", max_model_len is None or max_model_len >= 2),
                 ("sync_timeout_s", sync_timeout_s, "above 0 seconds", sync_timeout_s > 0),
                 ("evaluation_timeout_s", evaluation_timeout_s, "above 0 seconds", evaluation_timeout_s > 0),
+                ("max_restarts", max_restarts, "0 or above", max_restarts >= 0),
+                ("silent_timeout_s", silent_timeout_s, "above 0 seconds", silent_timeout_s > 0),
+                ("stall_timeout_s", stall_timeout_s, "above 0 seconds", stall_timeout_s > 0),
+                ("grace_s", grace_s, "above 0 seconds", grace_s > 0),
                 ("trainer_threads", trainer_threads, "at least 1", trainer_threads is None or trainer_threads >= 1),
             )
             if not holds
@@ -93,9 +123,16 @@ class AsyncRollout(Callback):
         self.rehearse = rehearse
         self.sync_timeout_s = sync_timeout_s
         self.evaluation_timeout_s = evaluation_timeout_s
+        self.max_restarts = max_restarts
+        self.silent_timeout_s = silent_timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self.grace_s = grace_s
         self.evaluate_first = evaluate_first
         self.evaluate_last = evaluate_last
         self.trainer_threads = trainer_threads
+        self.record_run = record_run
+        self.replay_run = replay_run
+        self.configuration: dict[str, Any] = {}
         self.first_results: dict[str, EvaluationResult] = {}
         self.last_results: dict[str, EvaluationResult] = {}
         self.train_started_at = float("nan")
@@ -103,9 +140,13 @@ class AsyncRollout(Callback):
         self._running = False
         self._previous_threads: int | None = None
         self._signals: SignalHandlers | None = None
+        self._watchdog: Watchdog | None = None
+        self._starting = False
         self._saved_version = -1
         self._published_version = -1
         self._resumed = False
+        self._tape: RunRecorder | RunReplay | None = None
+        self._own_engine = self.engine
 
     # ---------------------------------------------------------------- life cycle
 
@@ -141,18 +182,40 @@ class AsyncRollout(Callback):
     def _start(self) -> None:
         if self._running:
             return
+        self._running = self._starting = True
+        try:
+            self._watch()
+            self._start_parts()
+        finally:
+            self._starting = False
+        assert self._signals is not None
+        if self.module.trainer.state.fn == "fit":  # Lightning installs its own next, over the ones it finds
+            self._signals.restore()
+
+    def _start_parts(self) -> None:
         module, data = self.module, self.data
         tokenizer = module.tokenizer
         path = resolve_policy_path(module.policy.path)
         probe = probe_ids(tokenizer, vocabulary_size(module.model))
-        self._running = True
         self._set_threads()
-        self.engine.start(
-            path,
-            eos_token_ids=end_of_sequence_ids(path, tokenizer),
-            probe_ids=probe,
-            max_model_len=self.max_model_len or module.context_length(),
+        self._own_engine = self.engine  # given back by `close`
+        self.engine = restarting = RestartingEngine(
+            self._own_engine,
+            supervisor=self.supervisor,
+            max_restarts=self.max_restarts,
+            silent_timeout_s=self.silent_timeout_s,
+            on_lost=lambda tokens: data.pool.ledger.add_tokens("dropped", tokens, INTERRUPTED),
         )
+        self._tape = open_tape(self, resumed=self._resumed)
+        if self._tape is not None:
+            self.engine = self._tape.engine
+        with self.supervisor.busy("trainer", "the engine's start", math.inf):  # its own start_timeout_s ends it
+            self.engine.start(
+                path,
+                eos_token_ids=end_of_sequence_ids(path, tokenizer),
+                probe_ids=probe,
+                max_model_len=self.max_model_len or module.context_length(),
+            )
         self._probe = probe
         self.publisher = WeightPublisher(
             self.engine,
@@ -162,8 +225,10 @@ class AsyncRollout(Callback):
             max_noise=ROUNDED_NOISE if self.engine.rounds_weights else EXACT_NOISE,
             timeout_s=self.sync_timeout_s,
             supervisor=self.supervisor,
+            needs_weights=lambda: restarting.needs_weights,
             on_delivered=self._delivered,
         )
+        data.while_waiting = self.publisher.redeliver_if_lost
         self.evaluator = Evaluator(
             self.engine,
             data.scorer,
@@ -171,10 +236,11 @@ class AsyncRollout(Callback):
             data.decode,
             supervisor=self.supervisor,
             timeout_s=self.evaluation_timeout_s,
+            while_waiting=self.publisher.redeliver_if_lost,
         )
         self.worker = RolloutWorker(
             self.engine,
-            data.prompts,
+            data.prompts if self._tape is None else self._tape.prompts,
             data.scorer,
             data.pool,
             data.tasks,
@@ -182,21 +248,42 @@ class AsyncRollout(Callback):
             data.rollout_config,
             served_version=lambda: self.publisher.served_version,
             supervisor=self.supervisor,
+            vocab_size=vocabulary_size(module.model),
         )
         data.worker = self.worker
-        if module.trainer.state.fn != "fit":
-            self._watch_signals()
-        if self.rehearse:
+        if self.rehearse and not isinstance(self._tape, RunReplay):
             self.publisher.rehearse(
                 module.policy_version, module.weights(), lambda changed: module.probe_logprobs(probe, changed)
             )
         self._publish()
         self.publisher.wait_delivered(self.sync_timeout_s)
 
-    def _watch_signals(self) -> None:
-        """Take SIGTERM and SIGINT over: after Lightning did, whose handler would end the loop without a checkpoint."""
-        self._signals = SignalHandlers(self.supervisor, on_second=self.kill)
+    def _watch(self) -> None:
+        """Take SIGTERM and SIGINT over, and begin to look whether everything gets on."""
+        self._signals = SignalHandlers(
+            self.supervisor, on_leave=lambda: self.engine.stop(), grace_s=self.grace_s, is_started=lambda: not self._starting
+        )
         self._signals.install()
+        self._watchdog = Watchdog(
+            self.supervisor,
+            stall_timeout_s=max(self.stall_timeout_s, self.sync_timeout_s),
+            progress=self._progress,
+            silent_s={"generation engine": lambda: 0.0 if self._starting else self.engine.silent_s},
+            at_each_look=self._signals.look,
+        )
+        self._watchdog.start()
+
+    def _progress(self) -> object:
+        """What changes as the run gets on."""
+        if self._starting:
+            return None
+        return (
+            self.engine.generated_tokens,
+            self.worker.collected_tokens,
+            self.evaluator.num_answers,
+            self.publisher.deliveries,
+            self.module.policy_version,
+        )
 
     def _set_threads(self) -> None:
         threads = self.trainer_threads
@@ -208,7 +295,8 @@ class AsyncRollout(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, then open admission: everything is restored by now."""
-        self._watch_signals()
+        assert self._signals is not None
+        self._signals.install()  # Lightning has installed its own, which would end the loop without a checkpoint
         if self.evaluate_first and not self._resumed:
             try:
                 self.first_results = self._evaluate_all("val")
@@ -263,26 +351,29 @@ class AsyncRollout(Callback):
         self.close()
 
     def close(self) -> None:
-        """Stop worker, publisher and engine; idempotent."""
-        if self._signals is not None:
-            self._signals.restore()
-            self._signals = None
+        """Stop worker, publisher, engine and watchdog, in this order; idempotent."""
         if not self._running:
             return
         self._running = False
-        self.supervisor.request_stop("closed")
-        if hasattr(self, "worker"):
-            self.worker.stop()
-        if hasattr(self, "publisher"):
-            self.publisher.close()
-        self.engine.stop()
-        if self._previous_threads is not None:
-            torch.set_num_threads(self._previous_threads)
-            self._previous_threads = None
-
-    def kill(self) -> None:
-        """End the engine at once (second Ctrl-C)."""
-        self.engine.stop()
+        self.supervisor.request_stop(CLOSED)
+        try:
+            if hasattr(self, "worker"):
+                self.worker.stop()
+            if hasattr(self, "publisher"):
+                self.publisher.close()
+            self.engine.stop()
+        finally:
+            self.engine = self._own_engine
+            if self._tape is not None:
+                self._tape.close()
+                self._tape = None
+            if self._previous_threads is not None:
+                torch.set_num_threads(self._previous_threads)
+                self._previous_threads = None
+            if self._watchdog is not None:
+                self._watchdog.close()
+            if self._signals is not None:
+                self._signals.close()
 
     # ---------------------------------------------------------------- weights
 
@@ -299,7 +390,8 @@ class AsyncRollout(Callback):
     def evaluate(self, batch: EvaluationBatch) -> EvaluationResult:
         """Evaluate one held-out set with the newest weights; a lagged engine serves them meanwhile and goes back."""
         # Not in the trainer's autocast, which would reach an engine in this process.
-        with torch.autocast(self.module.device.type, enabled=False), self.publisher.serve_current():
+        busy = self.supervisor.busy("trainer", f"the evaluation of {batch.name!r}", self.evaluation_timeout_s)
+        with torch.autocast(self.module.device.type, enabled=False), self.publisher.serve_current(), busy:
             return self.evaluator.run(batch)
 
     def _evaluate_all(self, area: str) -> dict[str, EvaluationResult]:
@@ -331,7 +423,7 @@ def save_last(trainer: Trainer) -> None:
     """Write `last.ckpt`, and tell ModelCheckpoint that it is its own, so that it does not write another beside it."""
     callback: Any = trainer.checkpoint_callback
     path = getattr(callback, "last_model_path", "") or os.path.join(checkpoint_dir(trainer), "last.ckpt")  # noqa: PTH118 - a URL
-    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(path, weights_only=False)
     if callback is not None:
         callback.last_model_path = path
 
@@ -342,6 +434,7 @@ def check_settings(rollout: AsyncRollout, trainer: Trainer, module: PolicyModule
     Raises:
         ConfigurationError: naming keys, values and remedies.
     """
+    check_tape(rollout.record_run, rollout.replay_run, rollout.configuration)
     problems = []
     if data.max_policy_age is not None and data.max_policy_age < rollout.publish_lag:
         problems.append(

@@ -1,19 +1,32 @@
-"""From what an engine answered to a trajectory group: the check, the group, its outcome, and a record for people to read."""
+"""From what an engine answered to a trajectory group: the check, the group, its outcome, and a record for people to read.
+
+Also the flat form that members of groups which are not complete have in a checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
 
 import torch
 
 from lit_asyncrl.errors import EngineError
 from lit_asyncrl.interfaces import Task
-from lit_asyncrl.types import Completion, GroupOutcome, Prompt, TrajectoryGroup
+from lit_asyncrl.types import Completion, FinishReason, GroupOutcome, Prompt, TrajectoryGroup
+
+_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
-def check_completion(completion: Completion, prompt: Prompt) -> None:
-    """Refuse an answer that cannot be trained on, naming the prompt.
+def check_completion(
+    completion: Completion, prompt: Prompt, partial: Completion | None = None, vocab_size: int | None = None
+) -> None:
+    """Refuse an answer that cannot be trained on, or does not go on with the request's `partial`; names the prompt.
+
+    Args:
+        completion: the answer.
+        prompt: what it answers.
+        partial: what the request carried.
+        vocab_size: number of embeddings; None: any token id.
 
     Raises:
         EngineError: what is wrong with it.
@@ -25,6 +38,10 @@ def check_completion(completion: Completion, prompt: Prompt) -> None:
         problem = f"{n} tokens, {len(completion.behavior_logprobs)} log-probs, {len(completion.token_versions)} versions"
     elif any(not (value <= 1e-4 and value > float("-inf")) for value in completion.behavior_logprobs):
         problem = "a log-prob that is NaN, infinite or above 0"
+    elif vocab_size is not None and n and not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
+        problem = f"a token id outside the vocabulary of {vocab_size}"
+    elif partial is not None and completion.token_ids[: len(partial.token_ids)] != partial.token_ids:
+        problem = f"other tokens than the {len(partial.token_ids)} that were sampled before"
     else:
         problem = None
     if problem:
@@ -119,3 +136,46 @@ def sample_record(group: TrajectoryGroup, decode: Callable[[Sequence[int]], str]
         "first_version": int(versions.min()) if versions.numel() else None,
         "last_version": int(versions.max()) if versions.numel() else None,
     }
+
+
+def proved_part(completion: Completion, served_version: int) -> Completion | None:
+    """A response up to its first token of weights newer than those that were proved to be served; None if nothing is left.
+
+    What is left of a response that is cut is not finished: its reason is `abort`.
+    """
+    if all(version <= served_version for version in completion.token_versions):
+        return completion if completion.token_ids else None
+    n = next(i for i, version in enumerate(completion.token_versions) if version > served_version)
+    if not n:
+        return None
+    return Completion(
+        completion.request_id,
+        completion.token_ids[:n],
+        completion.behavior_logprobs[:n],
+        completion.token_versions[:n],
+        "abort",
+    )
+
+
+def pack_completions(completions: Iterable[Completion]) -> dict[str, Any]:
+    """Finished and partial responses as a few flat tensors, for a checkpoint (loads with `weights_only=True`)."""
+    completions = list(completions)
+    return {
+        "request_ids": torch.tensor([c.request_id for c in completions], dtype=torch.int64),
+        "lengths": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64),
+        "finish_reasons": torch.tensor([_REASONS.index(c.finish_reason) for c in completions], dtype=torch.int8),
+        "token_ids": torch.tensor([i for c in completions for i in c.token_ids], dtype=torch.int64),
+        "behavior_logprobs": torch.tensor([v for c in completions for v in c.behavior_logprobs], dtype=torch.float64),
+        "token_versions": torch.tensor([v for c in completions for v in c.token_versions], dtype=torch.int32),
+    }
+
+
+def unpack_completions(packed: dict[str, Any]) -> list[Completion]:
+    """Undo `pack_completions`."""
+    lengths = packed["lengths"].tolist()
+    fields = [packed[name].split(lengths) for name in ("token_ids", "behavior_logprobs", "token_versions")]
+    members = zip(packed["request_ids"].tolist(), packed["finish_reasons"].tolist(), *fields, strict=True)
+    return [
+        Completion(request_id, ids.tolist(), logprobs.tolist(), versions.tolist(), _REASONS[reason])
+        for request_id, reason, ids, logprobs, versions in members
+    ]

@@ -37,6 +37,9 @@ class HFEngine(GenerationEngine):
       or after the update began, never blocks it. One that is resumed under another version than it stopped with goes on as
       under `restart`; it alone can hold two versions.
 
+    A request with a `partial` is begun after it, with a cache that the present weights compute for all of it. Its random stream
+    is that of the unbroken response: under the same weights the same tokens follow.
+
     `prefix_cache` speaks of prompts computed ahead for requests that wait for a slot (and shared by equal prompts):
 
     * `salt`: only states computed under the present version are used. A response begun after an update holds nothing older.
@@ -98,13 +101,13 @@ class HFEngine(GenerationEngine):
         self._in_flight: InFlight = in_flight
         self._prefix_cache: PrefixCache = prefix_cache
         self._backend: InlineBackend | ProcessBackend | None = None
-        self._final_counters = EngineCounters()
+        self._final: tuple[EngineCounters, list[Completion]] = (EngineCounters(), [])
         self._has_weights = False
 
     def start(
         self, policy_path: str, *, eos_token_ids: Sequence[int], probe_ids: Sequence[int], max_model_len: int | None
     ) -> None:
-        """See `GenerationEngine.start`. A stopped engine can be started again; counters begin anew."""
+        """See `GenerationEngine.start`. A stopped engine can be started again; counters begin anew. `stop` ends a start."""
         if self._backend is not None:
             raise EngineError("The generation engine is already started. Call stop() first.")
         settings = EngineSettings(
@@ -122,7 +125,16 @@ class HFEngine(GenerationEngine):
             prefix_cache=self._prefix_cache,
         )
         self._has_weights = False
-        self._backend = InlineBackend(settings) if self.mode == "inline" else ProcessBackend(settings, self._start_timeout_s)
+        self._final = (EngineCounters(), [])
+        if self.mode == "inline":
+            self._backend = InlineBackend(settings)
+            return
+        self._backend = backend = ProcessBackend(settings)
+        try:
+            backend.wait_ready(self._start_timeout_s)
+        except BaseException:
+            self.stop()  # also when interrupted from the keyboard
+            raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `GenerationEngine.submit`.
@@ -163,10 +175,22 @@ class HFEngine(GenerationEngine):
 
     def stop(self) -> None:
         """See `GenerationEngine.stop`."""
-        backend, self._backend = self._backend, None
+        backend = self._backend
         if backend is not None:
             backend.stop()
-            self._final_counters = backend.counters
+            self._final = (backend.counters, backend.partial_completions())
+            self._backend = None
+
+    def partial_completions(self) -> list[Completion]:
+        """See `GenerationEngine.partial_completions`; finished ones that were not taken too; after `stop`, those it ended."""
+        backend = self._backend
+        return self._final[1] if backend is None else backend.partial_completions()
+
+    @property
+    def silent_s(self) -> float:
+        """See `GenerationEngine.silent_s`; the process says something each second, but not within a decode step or a prefill."""
+        backend = self._backend
+        return 0.0 if backend is None else backend.silent_s
 
     @property
     def num_threads(self) -> int:
@@ -175,7 +199,7 @@ class HFEngine(GenerationEngine):
 
     @property
     def generated_tokens(self) -> int:
-        """Training tokens sampled since the last start, unfinished responses included."""
+        """Training tokens sampled since the last start, unfinished responses included, those of requests' `partial` not."""
         return self._counters.generated_tokens
 
     @property
@@ -191,7 +215,7 @@ class HFEngine(GenerationEngine):
     @property
     def _counters(self) -> EngineCounters:
         backend = self._backend
-        return self._final_counters if backend is None else backend.counters
+        return self._final[0] if backend is None else backend.counters
 
     def _running(self) -> InlineBackend | ProcessBackend:
         backend = self._backend

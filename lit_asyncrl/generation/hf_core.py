@@ -17,7 +17,7 @@ import torch
 from lit_asyncrl import policy
 from lit_asyncrl.errors import ConfigurationError, WeightSyncError
 from lit_asyncrl.generation import slot_attention
-from lit_asyncrl.generation.hf_decoder import SlotDecoder
+from lit_asyncrl.generation.hf_decoder import Increments, SlotDecoder
 from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, InFlight, NamedTensors, PrefixCache, Purpose
 
 PURPOSES: tuple[Purpose, Purpose] = ("train", "evaluation")
@@ -117,6 +117,14 @@ class EngineCore:
         """Queue requests, each with the decoder of its purpose."""
         for purpose, decoder in self._decoders.items():
             decoder.submit([request for request in requests if request.purpose == purpose])
+
+    def partial_completions(self) -> list[Completion]:
+        """Training responses that no step has returned, as far as they are."""
+        return self._decoders["train"].partial_completions()
+
+    def take_increments(self) -> Increments:
+        """What was sampled for unfinished training responses since the last call."""
+        return self._decoders["train"].take_increments()
 
     def set_paused(self, paused: bool) -> None:
         """Let training responses stand still, or go on."""

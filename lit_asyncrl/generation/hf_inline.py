@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from lit_asyncrl.errors import ConfigurationError, EngineError, WeightSyncError
 from lit_asyncrl.generation.hf_core import PURPOSES, EngineCore, EngineCounters, EngineSettings
@@ -57,6 +58,17 @@ class InlineBackend:
                     self._changed.wait_news(remaining)
                 else:
                     self._step()
+
+    def partial_completions(self) -> list[Completion]:
+        """Training responses that were not taken yet, as far as they are; also of an engine that failed or was stopped."""
+        with self._between_steps(check=False):
+            untaken = [replace(completion, finish_reason="abort") for completion in self._finished["train"]]
+            return [*untaken, *self._core.partial_completions()]
+
+    @property
+    def silent_s(self) -> float:
+        """0: who runs the engine hears of everything."""
+        return 0.0
 
     def begin_update(self, version: int, weights: NamedTensors) -> None:
         """Load the weights at once; with `wait`, copy them and load them when nothing is in flight."""

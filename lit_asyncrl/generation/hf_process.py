@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lit_asyncrl.errors import EngineError, WeightSyncError
+from lit_asyncrl.errors import EngineDiedError, EngineError, WeightSyncError
 from lit_asyncrl.generation.hf_core import PURPOSES, EngineCounters, EngineSettings
+from lit_asyncrl.generation.hf_decoder import Increments
 from lit_asyncrl.generation.transport import Connection, SharedTensors, create_memfd, layout_of
 from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
 from lit_asyncrl.waits import Changed, start_thread
@@ -27,45 +30,68 @@ STOP_GRACE_S = 2.0
 
 
 class ProcessBackend:
-    """A running `hf_worker`. Thread-safe: a reading thread sorts answers, callers wait for theirs on one condition.
+    """An `hf_worker`, ready after `wait_ready`. Thread-safe: a reading thread sorts answers, callers wait on one condition.
 
-    Raises:
-        EngineError: not ready within `start_timeout_s`, or the model cannot be loaded.
+    What was sampled for unfinished training responses is kept here as the worker reports it, so that it outlives the worker.
     """
 
-    def __init__(self, settings: EngineSettings, start_timeout_s: float) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self.counters = EngineCounters()
         self.max_model_len = 0
+        self._settings = settings
         self._changed = Changed()
         self._send_lock = threading.Lock()
+        self._weights_lock = threading.Lock()
+        self._generated_tokens = 0
+        self._partials: dict[int, Completion] = {}  # of training requests that are not finished, by id
+        self._heard_at = time.monotonic()
         self._finished: dict[Purpose, list[Completion]] = {purpose: [] for purpose in PURPOSES}
         self._pending_version: int | None = None
         self._answer: DeliveryReport | str | None = None
         self._paused = False
         self._ready = False
-        self._failure: str | None = None
+        self._failure: EngineError | None = None
         self._stopping = False
         self._shared: SharedTensors | None = None
         self._layout: Any = None
         self._memfd = create_memfd()
         self._connection, self._process = _spawn(self._memfd, settings.num_threads)
         self._reader = start_thread(self._read, "hf-engine-reader")
-        try:
-            self._send("start", settings)
-            if not self._wait(lambda: self._ready, start_timeout_s):
-                raise EngineError(f"The generation engine must be ready within {start_timeout_s:.0f} s, and was not.")
-        except BaseException:
-            self.stop()  # also when interrupted from the keyboard
-            raise
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            EngineError: not within `timeout_s`, the model cannot be loaded, or the engine was stopped meanwhile.
+        """
+        self._send("start", self._settings)
+        if not self._wait(lambda: self._ready, timeout_s):
+            raise EngineError(f"The generation engine must be ready within {timeout_s:.0f} s, and was not.")
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests, all in one message."""
+        with self._changed:
+            for request in requests:
+                if request.purpose == "train" and request.partial is not None:
+                    self._partials[request.request_id] = _copy(request.partial, request.request_id)
         self._send("submit", list(requests))
 
-    def take(self, purpose: Purpose, timeout_s: float) -> list[Completion]:
-        """Finished completions of one purpose; waits at most `timeout_s` for the first."""
+    def partial_completions(self) -> list[Completion]:
+        """Training responses that were not taken yet, as far as reported; also of an engine that is gone or was stopped."""
         with self._changed:
-            self._wait(lambda: bool(self._finished[purpose]), timeout_s)
+            untaken = [*self._finished["train"], *self._partials.values()]
+            return [_copy(completion, completion.request_id) for completion in untaken if completion.token_ids]
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the worker's last message; 0 before it is ready."""
+        return time.monotonic() - self._heard_at if self._ready else 0.0
+
+    def take(self, purpose: Purpose, timeout_s: float) -> list[Completion]:
+        """Finished completions of one purpose; waits at most `timeout_s` for the first. A dead engine gives its last ones."""
+        with self._changed:
+            if self._stopping or not self._finished[purpose]:
+                self._wait(lambda: bool(self._finished[purpose]), timeout_s)
             taken, self._finished[purpose] = self._finished[purpose], []
         return taken
 
@@ -78,13 +104,15 @@ class ProcessBackend:
             )
         layout, size = layout_of(weights)
         place = None
-        if layout != self._layout:
-            os.ftruncate(self._memfd, size)
-            self._shared = SharedTensors(self._memfd, layout, size)
-            self._layout = layout
-            place = (layout, size)
-        assert self._shared is not None
-        self._shared.write(weights)
+        with self._weights_lock:
+            self._raise_if_dead()
+            if layout != self._layout:
+                os.ftruncate(self._memfd, size)
+                self._shared = SharedTensors(self._memfd, layout, size)
+                self._layout = layout
+                place = (layout, size)
+            assert self._shared is not None
+            self._shared.write(weights)
         self._answer = None
         self._pending_version = version
         self._send("update", version, place)
@@ -108,7 +136,7 @@ class ProcessBackend:
         """Let training responses stand still, or go on; returns when the engine has confirmed it."""
         self._send("pause", paused)
         if not self._wait(lambda: self._paused == paused, ANSWER_TIMEOUT_S):
-            raise EngineError(f"The generation engine has not answered a request to pause for {ANSWER_TIMEOUT_S:.0f} s.")
+            raise EngineDiedError(f"The generation engine has not answered a request to pause for {ANSWER_TIMEOUT_S:.0f} s.")
 
     def stop(self) -> None:
         """End the process (SIGKILL after a grace), the thread and the descriptors; idempotent."""
@@ -125,20 +153,22 @@ class ProcessBackend:
             self._process.kill()
             self._process.wait()
         self._reader.join()
-        self._connection.close()
-        self._shared = None
-        os.close(self._memfd)
+        with self._send_lock:  # whoever was sending has noticed by now
+            self._connection.close()
+        with self._weights_lock:
+            self._shared = None
+            os.close(self._memfd)
 
     def _send(self, kind: str, *content: Any) -> None:
-        self._raise_if_dead()
         try:
             with self._send_lock:
+                self._raise_if_dead()
                 self._connection.send((kind, *content), ANSWER_TIMEOUT_S)
         except TimeoutError as error:
-            raise EngineError(f"The generation engine takes no messages: {error}") from error
+            raise EngineDiedError(f"The generation engine takes no messages: {error}") from error
         except OSError as error:
             self._wait(lambda: self._failure is not None, ANSWER_TIMEOUT_S)  # raises the reader's better message
-            raise EngineError("The generation engine's process is gone.") from error
+            raise EngineDiedError("The generation engine's process is gone.") from error
 
     def _wait(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
         with self._changed:
@@ -150,7 +180,7 @@ class ProcessBackend:
         if self._stopping:
             raise EngineError("The generation engine was stopped.")
         if self._failure is not None:
-            raise EngineError(self._failure)
+            raise type(self._failure)(*self._failure.args)  # one for each thread: each has a traceback of its own
 
     def _read(self) -> None:
         """Sort incoming messages until the process is gone."""
@@ -166,30 +196,67 @@ class ProcessBackend:
         except EOFError:
             self._fail(None)
         except Exception as error:  # noqa: BLE001 - whoever waits next raises it
-            self._fail(f"The generation engine answered with something unreadable: {error!r}")
+            self._fail(EngineError(f"The generation engine answered with something unreadable: {error!r}"))
 
-    def _handle(self, kind: str, counters: EngineCounters, *content: Any) -> None:
+    def _handle(self, kind: str, counters: EngineCounters, increments: Increments | None, *content: Any) -> None:
+        self._heard_at = time.monotonic()
         if kind == "failed":
-            self._failure = f"The generation engine failed: {content[0]}"
+            # A worker that has served may serve again; one that cannot start cannot start.
+            self._failure = (EngineDiedError if self._ready else EngineError)(f"The generation engine failed: {content[0]}")
             return
-        self.counters = counters
         if kind == "finished":
-            self._finished[content[0]].extend(content[1])
+            self._finish(*content)
         elif kind == "updated":
             self._answer = content[0]
         elif kind == "paused":
             self._paused = content[0]
-        else:
+        elif kind == "ready":
             self._ready, self.max_model_len = True, content[0]
+        if increments is not None:  # of responses that are unfinished after this message
+            self._extend(increments)
+        # Counted here, so that what is counted is exactly what would be known after a crash.
+        self.counters = replace(counters, generated_tokens=self._generated_tokens)
 
-    def _fail(self, reason: str | None) -> None:
-        if reason is None:
+    def _finish(self, purpose: Purpose, completions: list[Completion]) -> None:
+        self._finished[purpose].extend(completions)
+        if purpose == "train":
+            for completion in completions:
+                known = self._partials.pop(completion.request_id, None)
+                self._generated_tokens += len(completion.token_ids) - (0 if known is None else len(known.token_ids))
+
+    def _extend(self, increments: Increments) -> None:
+        begin = 0
+        for request_id, length in zip(increments.request_ids, increments.lengths, strict=True):
+            if not length:
+                continue
+            end = begin + length
+            partial = self._partials.setdefault(request_id, Completion(request_id, [], [], [], "abort"))
+            partial.token_ids += increments.token_ids[begin:end].tolist()
+            partial.behavior_logprobs += increments.logprobs[begin:end].tolist()
+            partial.token_versions += increments.versions[begin:end].tolist()
+            begin = end
+        self._generated_tokens += begin
+
+    def _fail(self, failure: EngineError | None) -> None:
+        if failure is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.5)
-            reason = f"The generation engine's process ended unexpectedly ({_exit_words(self._process.returncode)})."
+            words = _exit_words(self._process.returncode)
+            kind = EngineDiedError if self._ready else EngineError
+            failure = kind(f"The generation engine's process ended unexpectedly ({words}).")
         with self._changed:
-            self._failure = self._failure or reason
+            self._failure = self._failure or failure
             self._changed.notify_all()
+
+
+def _copy(completion: Completion, request_id: int) -> Completion:
+    return Completion(
+        request_id,
+        list(completion.token_ids),
+        list(completion.behavior_logprobs),
+        list(completion.token_versions),
+        "abort",
+    )
 
 
 def _exit_words(returncode: int | None) -> str:

@@ -1,10 +1,11 @@
 """The embedded engine's own process: `python -m lit_asyncrl.generation.hf_worker <socket fd> <memfd>`.
 
-    trainer --"start" "submit" "update" "pause" "stop"--> here --"ready" "finished" "updated" "paused" "failed"--> trainer
+    trainer --"start" "submit" "update" "pause" "stop"--> here --"ready" "finished" "updated" "paused" "alive" "failed"--> trainer
 
-Between two decode steps it takes every message that has arrived; without work it sleeps on the socket. End-of-file on the
-socket, or another parent than at the start, means that the trainer is gone: the process exits at once. Needs neither Lightning
-nor TorchRL.
+Each message to the trainer begins with the counters and, now and then, what was sampled for unfinished training responses: the
+trainer's side knows it after a crash. Between two decode steps the worker takes every message that has arrived; without work it
+sleeps on the socket. End-of-file on the socket, or another parent than at the start, means that the trainer is gone: the process
+exits at once. Needs neither Lightning nor TorchRL.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from lit_asyncrl.generation.hf_core import EngineCore, EngineCounters, EngineSet
 from lit_asyncrl.generation.transport import Connection, SharedTensors
 
 IDLE_POLL_S = 1.0
-"""How often an idle engine looks whether its parent still exists (a forked child of it may hold the socket open)."""
+"""How often an idle engine looks whether its parent still exists (a forked child of it may hold the socket open), and says that
+it exists itself."""
 REPORT_S = 0.2
-"""Longest time that counters go unreported while decoding."""
+"""Longest time, in seconds, that counters and sampled tokens go unreported while decoding."""
 SEND_TIMEOUT_S = 600.0
 """A trainer that reads nothing for so long is taken for dead."""
 
@@ -42,7 +44,7 @@ class Worker:
         self._core = EngineCore(settings)
         self._shared: SharedTensors | None = None
         self._idle_s = 0.0
-        self._last_report = time.monotonic()
+        self._last_message = self._last_increments = time.monotonic()
 
     def run(self) -> None:
         """Serve until told to stop. Raises EOFError when the trainer is gone."""
@@ -64,10 +66,12 @@ class Worker:
                 self._handle(*message)
             elif busy:
                 self._step()
+            if time.monotonic() - self._last_message >= IDLE_POLL_S:
+                self._send("alive")
 
     def _step(self) -> None:
         purpose, finished = self._core.step()
-        if finished or time.monotonic() - self._last_report > REPORT_S:
+        if finished or time.monotonic() - self._last_increments > REPORT_S:
             self._send("finished", purpose, finished)
 
     def _handle(self, kind: str, *content: Any) -> None:
@@ -93,8 +97,13 @@ class Worker:
 
     def _send(self, kind: str, *content: Any) -> None:
         counters = EngineCounters(self._core.generated_tokens, self._core.busy_s, self._idle_s)
-        self._connection.send((kind, counters, *content), SEND_TIMEOUT_S)
-        self._last_report = time.monotonic()
+        increments = None
+        now = time.monotonic()
+        if now - self._last_increments > REPORT_S or kind == "paused":
+            increments = self._core.take_increments()
+            self._last_increments = now
+        self._connection.send((kind, counters, increments, *content), SEND_TIMEOUT_S)
+        self._last_message = now
 
 
 def main() -> int:
@@ -115,7 +124,7 @@ def main() -> int:
         return 0
     except Exception as error:  # noqa: BLE001 - reported to the trainer, which raises it
         try:
-            connection.send(("failed", EngineCounters(), f"{error!r}\n{traceback.format_exc()}"), 5.0)
+            connection.send(("failed", EngineCounters(), None, f"{error!r}\n{traceback.format_exc()}"), 5.0)
         except OSError:
             traceback.print_exc()
         return 1

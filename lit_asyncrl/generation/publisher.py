@@ -3,6 +3,9 @@
     trainer thread: publish(V) -- wait for the delivery before, copy out --> engine
     publisher thread:            finish_update -> compare the probe -> raise served_version -> on_delivered
 
+An engine that was started anew has lost its weights (`DeliveryLost`, `needs_weights`): `redeliver_if_lost` sends what is due
+again, from the trainer's thread, which alone may read the model.
+
 A delivery is proved when the engine's log-probs on the probe sequence equal the trainer's for the version *sent*: version
 strings, checksums and norms can all look right while a stale tensor is served.
 """
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lit_asyncrl.errors import ConfigurationError, EngineError, WeightSyncError
+from lit_asyncrl.errors import AsyncRLError, ConfigurationError, DeliveryLost, WeightSyncError
 from lit_asyncrl.generation.rehearsal import MIN_TOLERANCE, ProbeScorer, rehearse
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.supervisor import POLL_S, Supervisor
@@ -73,7 +76,10 @@ def largest_difference(report: DeliveryReport, sent: Snapshot) -> float:
 
 
 class WeightPublisher:
-    """See the module. `publish`, `serve_current` and `wait_delivered` belong to one thread, the trainer's.
+    """See the module. All but `close` belongs to one thread, the trainer's.
+
+    What was published may be sent again at any `wait_delivered`, `redeliver_if_lost` and `serve_current`: call them only while
+    the weights are still those (without a lag they are not copied), which is so between `publish` and the next optimizer step.
 
     Args:
         engine: a started engine.
@@ -84,6 +90,7 @@ class WeightPublisher:
             delivery, at least 2e-5 (float32 sums in another order).
         max_noise: nats that the first delivery may be off by when the tolerance is measured.
         timeout_s: longest wait for one delivery.
+        needs_weights: whether the engine was started anew and serves nothing until weights are sent.
         on_delivered: called as `(version published, version served)` in the publisher's thread after each proved delivery.
 
     Attributes:
@@ -100,6 +107,7 @@ class WeightPublisher:
         tolerance: float | None = None,
         max_noise: float = EXACT_NOISE,
         timeout_s: float = 60.0,
+        needs_weights: Callable[[], bool] = lambda: False,
         on_delivered: Callable[[int, int], None] | None = None,
     ) -> None:
         if publish_lag < 0:
@@ -112,10 +120,13 @@ class WeightPublisher:
         self._tolerance = tolerance
         self._max_noise = max_noise
         self._timeout_s = timeout_s
+        self._needs_weights = needs_weights
         self._on_delivered = on_delivered or (lambda published, served: None)
         self._snapshots: deque[Snapshot] = deque(maxlen=publish_lag + 1)
         self._changed = Changed()
         self._in_flight: tuple[Snapshot, Callable[[], None]] | None = None
+        self._due: tuple[Snapshot, Callable[[], None]] | None = None  # what the engine must serve
+        self._lost = False  # its delivery, with the engine
         self._published_version = -1
         self._served_version = -1
         self._pause_s = 0.0
@@ -145,9 +156,11 @@ class WeightPublisher:
         """
 
         def deliver(changed: NamedTensors) -> Sequence[float]:
-            self._supervisor.raise_if_stopping()
-            self._engine.begin_update(version, changed)
-            return self._engine.finish_update(self._timeout_s).probe_logprobs
+            while True:
+                self._supervisor.raise_if_stopping()
+                self._engine.begin_update(version, changed)
+                with contextlib.suppress(DeliveryLost):
+                    return self._engine.finish_update(self._timeout_s).probe_logprobs
 
         measured = rehearse(
             weights, deliver, score, rounds_weights=self._engine.rounds_weights, max_noise=self._tolerance or self._max_noise
@@ -166,7 +179,7 @@ class WeightPublisher:
         Raises:
             WaitTimeoutError, StopRequested, or the fault of the delivery before.
         """
-        self.wait_delivered()
+        self._wait_idle(self._timeout_s + 1.0)  # a delivery that was lost is not made up for: its weights have changed
         if self._lag:
             # The engine gets them only later: the trainer's tensors will have changed by then.
             weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
@@ -182,13 +195,14 @@ class WeightPublisher:
             self._served_version = due.version
             self._on_delivered(version, due.version)
 
-        if due.version == self._served_version:
+        if due.version == self._served_version and not self._lost and not self._needs_weights():
+            self._due = (due, _nothing)
             delivered()
         else:
             self._send(due, delivered)
 
     def wait_delivered(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is under way.
+        """Wait until nothing is under way; what was lost with the engine is sent again.
 
         Args:
             timeout_s: default: the publisher's own.
@@ -196,10 +210,29 @@ class WeightPublisher:
         Raises:
             WaitTimeoutError, StopRequested, or the fault of the delivery.
         """
-        timeout_s = self._timeout_s + 1.0 if timeout_s is None else timeout_s
-        self._supervisor.wait_for(
-            self._changed, lambda: self._in_flight is None, timeout_s=timeout_s, who="trainer", what="the delivery of weights"
-        )
+        while True:
+            self._wait_idle(self._timeout_s + 1.0 if timeout_s is None else timeout_s)
+            if self._lost:
+                self._supervisor.wait_for(
+                    self._changed,
+                    self._needs_weights,
+                    timeout_s=math.inf,  # the engine's own start timeout ends it
+                    who="trainer",
+                    what="the restart of the generation engine",
+                )
+            if not self.redeliver_if_lost():
+                return
+
+    def redeliver_if_lost(self) -> bool:
+        """Send what is due to an engine that was started anew and is ready for it; returns before the delivery is proved.
+
+        Returns:
+            Whether anything was sent.
+        """
+        if self._in_flight is not None or self._due is None or not self._needs_weights():
+            return False
+        self._send(*self._due)
+        return True
 
     @contextmanager
     def serve_current(self) -> Iterator[int]:
@@ -214,13 +247,13 @@ class WeightPublisher:
             return
         self._engine.pause()
         try:
-            self._send(self._snapshots[-1], lambda: None)
+            self._send(self._snapshots[-1], _nothing)
             self.wait_delivered()
             yield self._published_version
-            self._send(self._snapshots[0], lambda: None)
+            self._send(self._snapshots[0], _nothing)
             self.wait_delivered()
         except BaseException:
-            with contextlib.suppress(EngineError):  # of an engine that is dead: the fault that ended the body matters
+            with contextlib.suppress(AsyncRLError):  # of an engine that is dead: the fault that ended the body matters
                 self._engine.resume()
             raise
         self._engine.resume()
@@ -233,9 +266,15 @@ class WeightPublisher:
         if self._thread is not None:
             self._thread.join(1.0)
 
+    def _wait_idle(self, timeout_s: float) -> None:
+        self._supervisor.wait_for(
+            self._changed, lambda: self._in_flight is None, timeout_s=timeout_s, who="trainer", what="the delivery of weights"
+        )
+
     def _send(self, snapshot: Snapshot, delivered: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = start_thread(self._run, WHO)
+        self._due, self._lost = (snapshot, delivered), False
         self._engine.begin_update(snapshot.version, snapshot.weights)
         with self._changed:
             self._in_flight = (snapshot, delivered)
@@ -252,6 +291,10 @@ class WeightPublisher:
                 continue
             try:
                 self._finish(*in_flight)
+            except DeliveryLost:
+                with self._changed:
+                    self._in_flight, self._lost = None, True
+                    self._changed.notify_all()
             except Exception as error:  # noqa: BLE001 - raised by the supervisor in the trainer's thread
                 if not self._closing:
                     self._supervisor.fail(error, WHO)
@@ -267,5 +310,9 @@ class WeightPublisher:
         self._pause_s += report.pause_s
         delivered()
         with self._changed:
-            self._in_flight = None
+            self._in_flight, self._due = None, (sent, _nothing)
             self._changed.notify_all()
+
+
+def _nothing() -> None:
+    """A delivery that nobody has to be told of."""

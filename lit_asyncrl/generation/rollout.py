@@ -1,33 +1,34 @@
 """RolloutWorker: prompts -> engine -> rewards -> trajectory groups -> pool, in the background.
 
-Two threads, each blocking on one thing only:
+Three threads, each blocking on one thing only:
 
     dispatcher: waits for admission by the pool, then sends whole groups of requests to the engine
-    collector:  waits for completions, assembles groups, scores them, and hands them to the pool
+    collector:  waits for completions and sorts them into their groups
+    scorer:     waits for complete groups whose weights are proved, scores them, and hands them to the pool
 
-A fault in either ends the run through the supervisor with its original cause.
+So what the engine has answered is in its group at once, however long rewards take: a checkpoint loses none of it.
+A fault in any of them ends the run through the supervisor with its original cause.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from lit_asyncrl.errors import EngineError, StopRequested
-from lit_asyncrl.generation.groups import build_group, check_completion, outcome_of
+from lit_asyncrl.generation.groups import build_group, check_completion, outcome_of, proved_part
 from lit_asyncrl.interfaces import GenerationEngine, PromptStream, RewardScorer, Task, TrajectorySink
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.timing import StepTimes
 from lit_asyncrl.types import Completion, GenerationRequest, Prompt, Response, SamplingParams
-from lit_asyncrl.waits import Flag, Thread, start_thread
+from lit_asyncrl.waits import Changed, Flag, Thread, start_thread
 
 UNPROVED_POLL_S = 0.005
-"""Longest wait for completions, in seconds, while complete groups wait for the proof of their weights."""
+"""Seconds between two looks for the proof of the weights that complete groups wait for."""
 
 Truncated = Literal["train", "mask", "drop"]
 ZeroVariance = Literal["keep", "drop"]
@@ -40,16 +41,50 @@ def sample_seed(prompt: Prompt, index: int) -> int:
     return (prompt.seed + (index + 1) * _SEED_STEP) % 2**63
 
 
-@dataclass(slots=True)
 class _PendingGroup:
-    prompt: Prompt
-    completions: list[Completion | None]
-    missing: int = field(init=False)
-    tokens: int = 0  # of the completions that are here
-    newest_version: int = -1  # of their tokens
+    """A group outside the pool: its finished members, and of the others what a resumed run had sampled before it."""
 
-    def __post_init__(self) -> None:
-        self.missing = len(self.completions)
+    __slots__ = ("completions", "newest_version", "partials", "prompt", "tokens")
+
+    def __init__(self, prompt: Prompt, group_size: int, carried: Iterable[Completion] = ()) -> None:
+        self.prompt = prompt
+        self.completions: list[Completion | None] = [None] * group_size
+        self.partials: dict[int, Completion] = {}  # by member
+        for completion in carried:
+            index = completion.request_id % group_size
+            if completion.finish_reason == "abort":
+                self.partials[index] = completion
+            else:
+                self.completions[index] = completion
+        self.tokens = sum(len(c.token_ids) for c in carried)  # that the ledger knows of
+        self.newest_version = max((v for c in carried for v in c.token_versions), default=-1)
+
+    @property
+    def missing(self) -> list[int]:
+        """Members that are not finished."""
+        return [i for i, completion in enumerate(self.completions) if completion is None]
+
+    def collect(self, index: int, completion: Completion) -> int:
+        """Take over a finished member; returns how many of its tokens are new."""
+        partial = self.partials.pop(index, None)
+        new = len(completion.token_ids) - (len(partial.token_ids) if partial else 0)
+        self.completions[index] = completion
+        self.tokens += new
+        self.newest_version = max([self.newest_version, *completion.token_versions])
+        return new
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group outside the pool, as a checkpoint holds it.
+
+    Attributes:
+        prompt: to send again, under the same group id.
+        members: what is sampled of its members: finished ones, and partial ones with the finish reason `abort`.
+    """
+
+    prompt: Prompt
+    members: list[Completion]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +111,7 @@ class RolloutWorker:
         config: group size, sampling, and what happens to truncated and zero-variance groups.
         served_version: the version the engine provably serves.
         supervisor: takes faults and bounds waits.
+        vocab_size: number of the policy's embeddings, for the check of answers; None: any token id.
     """
 
     def __init__(
@@ -90,7 +126,9 @@ class RolloutWorker:
         *,
         served_version: Callable[[], int],
         supervisor: Supervisor,
+        vocab_size: int | None = None,
     ) -> None:
+        self._vocab_size = vocab_size
         self._engine = engine
         self._prompts = prompts
         self._scorer = scorer
@@ -102,47 +140,80 @@ class RolloutWorker:
         self._supervisor = supervisor
         self.times = StepTimes()
         self._pending: dict[int, _PendingGroup] = {}
-        self._unproved: list[_PendingGroup] = []  # complete, with tokens of weights whose delivery is not proved yet
-        self._lock = threading.Lock()
+        self._complete: list[_PendingGroup] = []  # not scored yet; nor those whose weights are not proved to be served
+        self._carried: dict[int, list[Completion]] = {}
+        self._lock = Changed()
+        self._drawing = Changed()  # taken before the other: it is held while a task's own code runs, which may take its time
+        self._is_drawing = False
         self._closing = Flag()
         self._threads: list[Thread] = []
-        self.collected_tokens = 0  # of finished responses, in this process
+        self.collected_tokens = 0  # of finished responses, as far as this process sampled them
         self._idle_s = 0.0
         self._idle_since: float | None = None
 
+    def carry(self, members: Mapping[int, Sequence[Completion]]) -> None:
+        """Go on with what a checkpoint holds of groups that will be drawn again: finished and partial members by group id."""
+        self._carried = {group_id: list(completions) for group_id, completions in members.items()}
+
     def start(self) -> None:
-        """Start both threads."""
+        """Start the threads."""
         self._idle_since = time.monotonic()
-        for name, target in (("dispatcher", self._dispatch_loop), ("collector", self._collect_loop)):
+        loops = {"dispatcher": self._dispatch_loop, "collector": self._collect_loop, "scorer": self._score_loop}
+        for name, target in loops.items():
             self._threads.append(start_thread(partial(self._guarded, target, f"rollout {name}"), f"rollout-{name}"))
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End both threads; requests in flight stay with the engine, their prompts stay outstanding."""
+        """End the threads; requests in flight stay with the engine, their prompts stay outstanding."""
         self._closing.set()
+        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._threads.clear()
 
     @contextmanager
-    def frozen(self) -> Iterator[list[Prompt]]:
-        """Hold every group where it is (none enters or leaves) and give the outstanding prompts: for one consistent snapshot.
+    def frozen(self) -> Iterator[None]:
+        """Hold every group where it is: none enters or leaves, and no member arrives."""
+        with self._drawing, self._lock:
+            yield
 
-        Yields:
-            Prompts dispatched whose group has not reached the pool, in dispatch order: what a resumed run must send again.
+    def open_groups(self) -> list[OpenGroup]:
+        """Groups that were sent and have not reached the pool, in dispatch order, with all that is sampled of them so far.
+
+        Responses are cut at their first token of weights that are not proved to be served: a checkpoint outlives the proof. What
+        the engine has answered and the collector not yet seen is not in them. Call it `frozen`.
         """
-        with self._lock:
-            yield [self._pending[group_id].prompt for group_id in sorted(self._pending)]
+        size, served = self._config.group_size, self._served_version()
+        sampled: dict[int, Completion] = {}
+        for pending in self._pending.values():
+            for index, partial_member in pending.partials.items():
+                sampled[pending.prompt.group_id * size + index] = partial_member
+        for completion in self._engine.partial_completions():
+            known = sampled.get(completion.request_id)
+            if known is None or len(known.token_ids) < len(completion.token_ids):
+                sampled[completion.request_id] = completion
+        groups = []
+        for group_id in sorted(self._pending):
+            pending = self._pending[group_id]
+            members = [c or sampled.get(group_id * size + i) for i, c in enumerate(pending.completions)]
+            proved = [proved_part(member, served) for member in members if member is not None]
+            groups.append(OpenGroup(pending.prompt, [member for member in proved if member is not None]))
+        return groups
+
+    @property
+    def carried(self) -> dict[int, list[Completion]]:
+        """What `carry` brought of groups that were not drawn yet."""
+        return dict(self._carried)
 
     @property
     def exhausted(self) -> bool:
         """Whether the prompt source has ended and nothing is in flight."""
         with self._lock:
-            return self._prompts.ended and not self._pending
+            return not self._is_drawing and not self._pending and self._prompts.ended
 
     @property
     def unfinished_tokens(self) -> int:
         """Tokens that the engine has reported for responses it has not finished."""
-        return max(0, self._engine.generated_tokens - self.collected_tokens)
+        return max(0, self._engine.generated_tokens - self._engine.lost_tokens - self.collected_tokens)
 
     def fail_unproved(self, policy_version: int, reason: str) -> int:
         """Groups with a token of this version or a newer one fail: its delivery was not proved. Call after `stop`.
@@ -159,7 +230,7 @@ class RolloutWorker:
         doubtful = [pending for pending in self._pending.values() if pending.newest_version >= policy_version]
         for pending in doubtful:
             self._end(pending, "failed", reason)
-        self._unproved = []
+        self._complete = []
         return len(doubtful)
 
     @property
@@ -171,7 +242,8 @@ class RolloutWorker:
 
     def _guarded(self, target: Callable[[], None], who: str) -> None:
         try:
-            target()
+            with self._supervisor.part(who):
+                target()
         except StopRequested:
             pass
         except BaseException as error:  # noqa: BLE001 - handed to the trainer thread, which re-raises it
@@ -192,32 +264,55 @@ class RolloutWorker:
 
     def _draw(self, num_prompts: int) -> list[Prompt]:
         """Take prompts from the source and make them outstanding in one step, so that no snapshot falls in between."""
-        with self._lock:
+        with self._drawing:
+            self._is_drawing = True
             prompts = self._prompts.next_prompts(num_prompts)
-            for prompt in prompts:
-                self._pending[prompt.group_id] = _PendingGroup(prompt, [None] * self._config.group_size)
-                self._sink.record(prompt.group_id, "in_flight")
-            if prompts and self._idle_since is not None:
-                self._idle_s += time.monotonic() - self._idle_since
-                self._idle_since = None
+            with self._lock:
+                self._add(prompts)
+                self._is_drawing = False
         return prompts
 
+    def _add(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            carried = self._carried.pop(prompt.group_id, [])
+            pending = self._pending[prompt.group_id] = _PendingGroup(prompt, self._config.group_size, carried)
+            self._record(pending)
+        if prompts and self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
+
+    def _record(self, pending: _PendingGroup) -> None:
+        """Tell the ledger where a group is, and the scorer if it is complete; the lock is held."""
+        complete = not pending.missing
+        tokens = pending.tokens or None
+        self._sink.record(pending.prompt.group_id, "scoring" if complete else "in_flight", tokens=tokens)
+        if complete:
+            self._complete.append(pending)
+            self._lock.notify_all()
+
     def _send(self, prompts: Sequence[Prompt]) -> None:
-        size = self._config.group_size
-        self._engine.submit(
-            [
-                GenerationRequest(p.group_id * size + i, p.token_ids, self._config.sampling, sample_seed(p, i))
-                for p in prompts
-                for i in range(size)
+        size, sampling = self._config.group_size, self._config.sampling
+        with self._lock:  # a group that was carried complete may be in the pool by now
+            groups = [group for prompt in prompts if (group := self._pending.get(prompt.group_id))]
+            requests = [
+                GenerationRequest(
+                    group.prompt.group_id * size + i,
+                    group.prompt.token_ids,
+                    sampling,
+                    sample_seed(group.prompt, i),
+                    partial=group.partials.get(i),
+                )
+                for group in groups
+                for i in group.missing
             ]
-        )
+        if requests:
+            self._engine.submit(requests)
 
     def _collect_loop(self) -> None:
         while not self._closing.is_set():
             self._supervisor.raise_if_stopping()
-            for completion in self._engine.completions(UNPROVED_POLL_S if self._unproved else POLL_S):
+            for completion in self._engine.completions(POLL_S):
                 self._collect(completion)
-            self._finish_proved()
 
     def _collect(self, completion: Completion) -> None:
         group_id, index = divmod(completion.request_id, self._config.group_size)
@@ -228,25 +323,27 @@ class RolloutWorker:
                 f"The engine answered request {completion.request_id} (group {group_id}, sample {index}), which is not "
                 "outstanding."
             )
-        check_completion(completion, pending.prompt)
+        check_completion(completion, pending.prompt, pending.partials.get(index), self._vocab_size)
         with self._lock:
-            pending.completions[index] = completion
-            pending.missing -= 1
-            pending.tokens += len(completion.token_ids)
-            pending.newest_version = max([pending.newest_version, *completion.token_versions])
-            self.collected_tokens += len(completion.token_ids)
-            self._sink.record(group_id, "scoring" if pending.missing == 0 else "in_flight", tokens=pending.tokens)
-        if pending.missing == 0:
-            self._unproved.append(pending)
-            self._finish_proved()
+            self.collected_tokens += pending.collect(index, completion)
+            self._record(pending)
 
-    def _finish_proved(self) -> None:
-        """Hand on the complete groups whose every token is of weights that the engine provably served; hold the others back."""
-        served, complete = self._served_version(), self._unproved
-        self._unproved = [pending for pending in complete if pending.newest_version > served]
-        for pending in complete:
-            if pending.newest_version <= served:
+    def _score_loop(self) -> None:
+        while not self._closing.is_set():
+            self._supervisor.raise_if_stopping()
+            proved = self._take_proved()
+            for pending in proved:
                 self._finish(pending)
+            if self._complete and not proved:
+                self._closing.wait(UNPROVED_POLL_S)
+
+    def _take_proved(self) -> list[_PendingGroup]:
+        """Complete groups whose every token is of weights that the engine provably served; waits a moment for the first."""
+        with self._lock:
+            self._lock.wait_until(lambda: bool(self._complete), POLL_S)
+            served, complete = self._served_version(), self._complete
+            self._complete = [pending for pending in complete if pending.newest_version > served]
+            return [pending for pending in complete if pending.newest_version <= served]
 
     def _finish(self, pending: _PendingGroup) -> None:
         """Score a group whose responses are all here, and hand it to the pool or say why not."""

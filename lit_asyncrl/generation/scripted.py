@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lit_asyncrl.errors import EngineError
 from lit_asyncrl.generation.hf_core import PURPOSES
@@ -13,7 +14,7 @@ from lit_asyncrl.waits import Changed
 
 
 class ScriptedEngine(GenerationEngine):
-    """Answers every request at once with what a function says.
+    """Answers every request at once with what a function says; a request's `partial` takes the place of its first tokens.
 
     Args:
         respond: (request, served version) -> completion.
@@ -69,6 +70,17 @@ class ScriptedEngine(GenerationEngine):
         assert report is not None, "finish_update without begin_update"
         return report
 
+    def partial_completions(self) -> list[Completion]:
+        """Training answers that were not taken, and what held requests came with."""
+        with self._changed:
+            held = [(request.partial, request.request_id) for request in self._waiting if request.purpose == "train"]
+            found = [*((answer, answer.request_id) for answer in self._finished["train"]), *held]
+            return [
+                replace(partial, request_id=request_id, finish_reason="abort")
+                for partial, request_id in found
+                if partial is not None and partial.token_ids
+            ]
+
     def pause(self) -> None:
         """Answer no training request until `resume`."""
         with self._changed:
@@ -93,7 +105,7 @@ class ScriptedEngine(GenerationEngine):
 
     @property
     def generated_tokens(self) -> int:
-        """Training tokens answered so far."""
+        """Training tokens answered so far, those of requests' `partial` left out."""
         return self._generated_tokens
 
     def _take(self, purpose: Purpose, timeout_s: float) -> list[Completion]:
@@ -110,9 +122,24 @@ class ScriptedEngine(GenerationEngine):
             if self._paused and request.purpose == "train":
                 held.append(request)
                 continue
-            completion = self._respond(request, self._version)
+            completion = _after_partial(request, self._respond(request, self._version))
             self._finished[request.purpose].append(completion)
             if request.purpose == "train":
-                self._generated_tokens += len(completion.token_ids)
+                carried = 0 if request.partial is None else len(request.partial.token_ids)
+                self._generated_tokens += len(completion.token_ids) - carried
         self._waiting = held
         self._changed.notify_all()
+
+
+def _after_partial(request: GenerationRequest, answer: Completion) -> Completion:
+    partial = request.partial
+    if partial is None:
+        return answer
+    count = len(partial.token_ids)
+    return Completion(
+        answer.request_id,
+        partial.token_ids + answer.token_ids[count:],
+        partial.behavior_logprobs + answer.behavior_logprobs[count:],
+        partial.token_versions + answer.token_versions[count:],
+        answer.finish_reason,
+    )

@@ -1,7 +1,7 @@
 """The trainer's side of a vLLM engine: an event loop in a thread, requests in flight, weight updates between two decode steps.
 
     submit --> task per request --gate--> client.generate --> finished completions --> take
-    begin_update --> sync thread: stage, close the gate, pause, stream, resume, open the gate, probe --> finish_update
+    begin_update --> thread of `vllm_updates.py` --> finish_update
 
 `vllm_requests.py` has the requests and their gate.
 """
@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from lit_asyncrl.errors import AsyncRLError, EngineError, WeightSyncError
-from lit_asyncrl.generation.vllm_interface import VLLMClient, parse_version
+from lit_asyncrl.errors import AsyncRLError, EngineDiedError, EngineError
+from lit_asyncrl.generation.vllm_interface import VLLMClient
 from lit_asyncrl.generation.vllm_requests import VLLMRequests
 from lit_asyncrl.generation.vllm_sender import WeightSender
-from lit_asyncrl.supervisor import POLL_S
+from lit_asyncrl.generation.vllm_updates import UpdatePolicy, VLLMUpdates, innermost
 from lit_asyncrl.types import (
     Completion,
     DeliveryReport,
@@ -32,12 +31,16 @@ from lit_asyncrl.types import (
     PrefixCache,
     Purpose,
 )
-from lit_asyncrl.waits import Changed, Flag, start_thread
+from lit_asyncrl.waits import Changed, start_thread
+
+T = TypeVar("T")
 
 STOP_TIMEOUT_S = 15.0
 """Longest time to end vLLM's processes."""
 HEARTBEAT_S = 2.0
-"""How often an engine that has work is asked for a sign of life."""
+"""How often the engine is asked for a sign of life; also the longest wait for one when another answer fails to come."""
+READ_TIMEOUT_S = 5.0
+"""Longest wait for the event loop when something of it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +73,12 @@ class VLLMBackend:
 
     def __init__(self, client: VLLMClient, sender: WeightSender, settings: BackendSettings) -> None:
         self._client = client
-        self._sender = sender
         self._settings = settings
         self._changed = Changed()
         self._finished: dict[Purpose, list[Completion]] = {"train": [], "evaluation": []}
         self._failure: BaseException | None = None
         self._stopping = False
-        self._pending_version: int | None = None
-        self._update: Future[DeliveryReport] | None = None
+        self._last_sign = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: set[Future[Any]] = set()
         self._requests = VLLMRequests(
@@ -87,9 +88,10 @@ class VLLMBackend:
             spawn=self._spawn,
             finished=self._finish,
         )
+        policy = UpdatePolicy(settings.in_flight, settings.prefix_cache, settings.probe_ids, settings.response_timeout_s)
+        self._updates = VLLMUpdates(client, sender, self._requests, policy, call=self.call, fail=self._fail)
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread(self._loop.run_forever, "vllm-loop")
-        self._sync = ThreadPoolExecutor(1, thread_name_prefix="vllm-sync")
         try:
             self.call(self._start(), settings.start_timeout_s + STOP_TIMEOUT_S)
         except BaseException:
@@ -98,8 +100,17 @@ class VLLMBackend:
 
     @property
     def generated_tokens(self) -> int:
-        """Training tokens that vLLM reported so far."""
-        return self._requests.generated_tokens
+        """Training tokens sampled so far, as far as they are known here."""
+        return self._read(lambda: self._requests.generated_tokens)
+
+    def partial_completions(self) -> list[Completion]:
+        """Training responses that are not finished, as far as they are known here; also of an engine that died or was stopped."""
+        return self._read(self._requests.partial_completions)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since vLLM last answered anything; up to `HEARTBEAT_S` and an answer's time for one that is well."""
+        return time.monotonic() - self._last_sign
 
     @property
     def max_model_len(self) -> int:
@@ -120,40 +131,13 @@ class VLLMBackend:
         return taken
 
     def begin_update(self, version: int, weights: NamedTensors) -> None:
-        """Copy the weights out and start the delivery; returns when `weights` may change."""
+        """See `VLLMUpdates.begin`."""
         self._raise_if_dead()
-        if self._pending_version is not None:
-            raise WeightSyncError(
-                f"Version {version} must follow a finished update, but version {self._pending_version} was not answered: "
-                "writing now could mix the two."
-            )
-        read = Flag()
-        if self._sender.stage(weights):
-            read.set()
-        self._pending_version = version
-        self._update = self._sync.submit(self._deliver, version, weights, read)
-        while not read.wait(POLL_S) and not self._update.done():
-            pass  # the verdict, also that of a fault, belongs to finish_update
+        self._updates.begin(version, weights)
 
     def finish_update(self, timeout_s: float) -> DeliveryReport:
-        """Wait for the delivery's report; after a timeout it may be called again."""
-        version, update = self._pending_version, self._update
-        assert version is not None and update is not None, "finish_update without begin_update"
-        try:
-            report = update.result(timeout_s)
-        except FutureTimeoutError as error:
-            if not update.done():
-                raise WeightSyncError(
-                    f"The vLLM engine must load version {version} within {timeout_s:.1f} s, and has not answered. "
-                    "Is it stopped, or a decode step longer than that?"
-                ) from error
-            self._pending_version = None
-            raise WeightSyncError(f"vLLM must load version {version}, and gave no answer: {error}") from error
-        except Exception as error:
-            self._pending_version = None
-            raise WeightSyncError(f"vLLM must load version {version}, and refused: {_innermost(error)}") from error
-        self._pending_version = None
-        return report
+        """See `VLLMUpdates.finish`."""
+        return self._updates.finish(timeout_s)
 
     def set_paused(self, paused: bool) -> None:
         """Let training responses stand still (taken back from vLLM, sampled tokens kept), or go on."""
@@ -164,6 +148,7 @@ class VLLMBackend:
         """Run a coroutine on the loop and wait for it; without a limit, until the engine answers, fails or is stopped.
 
         Raises:
+            EngineDiedError: no answer in time, nor any other sign of life.
             EngineError: no answer in time, or the engine has failed or was stopped meanwhile.
         """
         if self._stopping or self._failure is not None:
@@ -174,14 +159,17 @@ class VLLMBackend:
         try:
             if self._stopping or self._failure is not None:  # since then
                 future.cancel()
-            return future.result(timeout_s)
+            result = future.result(timeout_s)
+            self._last_sign = time.monotonic()
+            return result
         except FutureTimeoutError as error:
             if future.done():
                 raise
             future.cancel()
-            raise EngineError(
-                f"The vLLM engine must answer within {timeout_s:.1f} s, and did not. It hangs or is stopped."
-            ) from error
+            kind, state = (
+                (EngineError, "It answers other calls") if self._is_alive() else (EngineDiedError, "It hangs or is stopped")
+            )
+            raise kind(f"The vLLM engine must answer within {timeout_s:.1f} s, and did not. {state}.") from error
         except CancelledError:
             self._raise_if_dead()
             raise
@@ -200,10 +188,29 @@ class VLLMBackend:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(STOP_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_TIMEOUT_S)
-        self._sync.shutdown(wait=True, cancel_futures=True)
+        self._updates.close()
         if not self._thread.is_alive():
             self._loop.close()
-        self._sender.close()
+
+    def _is_alive(self) -> bool:
+        """Ask for a sign of life: a paused engine gives one, a stopped process does not."""
+        sign = asyncio.run_coroutine_threadsafe(self._client.version(), self._loop)
+        try:
+            sign.result(HEARTBEAT_S)
+        except Exception:  # noqa: BLE001 - whatever the reason, it gave none
+            sign.cancel()
+            return False
+        self._last_sign = time.monotonic()
+        return True
+
+    def _read(self, value: Callable[[], T]) -> T:
+        """What belongs to the event loop, read there; here when the loop has ended or does not come round."""
+        answer: Future[T] = Future()
+        with contextlib.suppress(RuntimeError, FutureTimeoutError):  # the loop is closed, or ends just now
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(lambda: answer.set_result(value()))
+                return answer.result(READ_TIMEOUT_S)
+        return value()
 
     # ---------------------------------------------------------------- tasks (event loop)
 
@@ -227,62 +234,6 @@ class VLLMBackend:
             await self._requests.hold_training()
         else:
             self._requests.release_training()
-
-    # ---------------------------------------------------------------- weight updates
-
-    def _deliver(self, version: int, weights: NamedTensors, read: Flag) -> DeliveryReport:
-        """In the sync thread: the whole delivery but the verdict; `read` is set when `weights` are not needed any more."""
-        timeout_s = self._settings.response_timeout_s
-        started = time.perf_counter()
-        try:
-            with self._standing_still():
-                try:
-                    self._sender.send(SyncClient(self, version), weights)
-                except BaseException:
-                    # Weights of unknown state are served from here on: their tokens must not pass for those of a proved version.
-                    with contextlib.suppress(Exception):
-                        self.call(self._client.set_version(str(version)), timeout_s)
-                    raise
-        finally:
-            read.set()
-        pause_s = time.perf_counter() - started
-        reported = self.call(self._client.version(), timeout_s)
-        probe = self.call(self._client.score(self._settings.probe_ids), timeout_s)
-        return DeliveryReport(parse_version(reported), probe, pause_s)
-
-    @contextlib.contextmanager
-    def _standing_still(self) -> Iterator[None]:
-        """Generation paused meanwhile, and resumed whatever happens: paused, every request would wait for ever."""
-        timeout_s = self._settings.response_timeout_s
-        fault: BaseException | None = None
-        try:
-            # Draining takes as long as the longest response: that is no hang while the engine gives signs of life.
-            self.call(self._pause(), None if self._settings.in_flight == "wait" else timeout_s)
-            yield
-        except BaseException as error:
-            fault = error
-            raise
-        finally:
-            try:
-                self.call(self._resume(), timeout_s)
-            except Exception as error:
-                self._fail(error)
-                if fault is None:
-                    raise
-
-    async def _pause(self) -> None:
-        settings = self._settings
-        self._requests.close_gate()
-        drain = settings.in_flight == "wait"
-        clear = settings.in_flight == "restart" or settings.prefix_cache == "reset"
-        await self._client.pause("wait" if drain else "keep", clear)
-        # A prompt not yet read would be read by the new weights, under the salt of the old ones.
-        await self._requests.take_back_unread(drained=drain)
-
-    async def _resume(self) -> None:
-        await self._client.resume()
-        # Never used before: not by a delivery that failed, nor by another trainer of a server.
-        self._requests.open_gate(secrets.token_hex(8) if self._settings.prefix_cache == "salt" else None)
 
     # ---------------------------------------------------------------- life (event loop)
 
@@ -319,6 +270,7 @@ class VLLMBackend:
             await asyncio.sleep(HEARTBEAT_S)
             async with _within(self._settings.response_timeout_s, "a sign of life"):
                 await self._client.version()
+            self._last_sign = time.monotonic()
 
     async def _end(self) -> None:
         tasks = list(self._tasks)
@@ -345,41 +297,7 @@ class VLLMBackend:
         if isinstance(self._failure, AsyncRLError):
             raise self._failure
         if self._failure is not None:
-            raise EngineError(f"The vLLM engine failed: {_innermost(self._failure)}") from self._failure
-
-
-class SyncClient:
-    """The four calls of vLLM's `VLLMWeightSyncClient`, blocking, for a sender in a thread; finishing names the version."""
-
-    def __init__(self, backend: VLLMBackend, version: int) -> None:
-        self._backend = backend
-        self._client = backend._client
-        self._timeout_s = backend._settings.response_timeout_s
-        self._version = version
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Set the transport up."""
-        self._call(self._client.init_transfer(init_info))
-
-    def start_weight_update(self) -> None:
-        """Begin an update."""
-        self._call(self._client.start_update())
-
-    def update_weights(self, update_info: Any) -> None:
-        """Load one chunk."""
-        self._call(self._client.update(update_info))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Serve what was loaded."""
-        self._call(self._client.finish_update(str(self._version)))
-
-    @property
-    def world_size(self) -> int:
-        """Number of vLLM's workers."""
-        return self._client.world_size
-
-    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._backend.call(coroutine, self._timeout_s)
+            raise EngineError(f"The vLLM engine failed: {innermost(self._failure)}") from self._failure
 
 
 @contextlib.asynccontextmanager
@@ -388,12 +306,6 @@ async def _within(timeout_s: float, what: str) -> AsyncIterator[None]:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError as error:
-        raise EngineError(
+        raise EngineDiedError(
             f"The vLLM engine must give {what} within {timeout_s:.1f} s, and did not. It hangs or is stopped."
         ) from error
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None and not isinstance(error, AsyncRLError):
-        error = error.__cause__
-    return f"{error}" if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"

@@ -9,15 +9,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
-from lit_asyncrl.errors import AsyncRLError, ConfigurationError, EngineError
-from lit_asyncrl.generation.vllm_interface import FIRST_TOKEN_ONLY, PauseMode, Sampled, parse_version
+from lit_asyncrl.errors import AsyncRLError, ConfigurationError, EngineDiedError, EngineError
+from lit_asyncrl.generation.vllm_interface import FIRST_TOKEN_ONLY, Begun, PauseMode, Sampled, SoFar, versions_of
 
 FAILURE_PREFIX = "failure-"
 """Of files in which vLLM's processes leave the error that ended them (`vllm_transfer.FailureFile`)."""
@@ -50,7 +50,6 @@ class LocalClient:
         self._folder = ""
         self._others: set[psutil.Process] | None = None  # processes of the trainer's that are not vLLM's
         self._children: list[psutil.Process] = []
-        self._shared: set[str] = set()
 
     async def start(self) -> None:
         """See `VLLMClient.start`."""
@@ -78,7 +77,7 @@ class LocalClient:
             reason = self._reported_failure() or _reason(error)
             raise EngineError(f"vLLM cannot start with the model {self._engine_args['model']!r}: {reason}") from error
         self._children = self._new_children()
-        self._shared = {entry for child in self._children for entry in _shared(child)} - _shared(psutil.Process())
+        _forget_shared_memory(self._children)  # all have it open: it lives as long as they do, however they end
         self.max_model_len = int(self._llm.model_config.max_model_len)
         self.world_size = int(self._llm.vllm_config.parallel_config.world_size)
 
@@ -109,17 +108,13 @@ class LocalClient:
         with contextlib.suppress(AttributeError):
             llm.engine_core.resources.engine_dead = True  # no news: vLLM would warn of it
         self._children = self._children or self._new_children()  # of a start that is under way, or that failed
+        _forget_shared_memory(self._children)
         self._end_children()  # they ignore signals but the last one, and a stopped one would not hear vLLM's own message
         if llm is not None:
             with contextlib.suppress(Exception):
                 llm.shutdown(timeout=0)
             llm.shutdown = _nothing  # its destructor calls it again, at the interpreter's end with half of Python gone
         shutil.rmtree(self._folder, ignore_errors=True)
-        for name in self._shared:  # killed processes remove nothing, and multiprocessing would only at the trainer's end
-            if (file := Path("/dev/shm", name)).exists():
-                file.unlink(missing_ok=True)
-                resource_tracker.unregister(f"/{name}", "shared_memory")
-        self._shared = set()
 
     async def generate(
         self,
@@ -127,7 +122,7 @@ class LocalClient:
         token_ids: Sequence[int],
         params: dict[str, Any],
         salt: str | None,
-        begun: Callable[[], None] | None = None,
+        begun: Begun | None = None,
     ) -> Sampled:
         """See `VLLMClient.generate`."""
         sampled = Sampled([], [], [], "")
@@ -138,12 +133,30 @@ class LocalClient:
                 sampled.top_logprobs = dict(zip(flat.token_ids, flat.logprobs, strict=True))
             sampled.token_ids += completion.token_ids
             sampled.logprobs += [flat.logprobs[start] for start in first]
-            for span in completion.weight_versions or ():  # with the last output, for all tokens
-                sampled.versions += [parse_version(span.version)] * (span.end - span.start)
+            spans = completion.weight_versions or ()  # with the last output, for all tokens
+            sampled.versions += versions_of((span.version, span.start, span.end) for span in spans)
             sampled.finish_reason = str(completion.finish_reason)
             if begun is not None:
-                begun()
+                begun(self._so_far(request_id))
         return sampled
+
+    def _so_far(self, request_id: str) -> SoFar | None:
+        """vLLM's own record of a response, in this process, which it keeps up to date at each step; None when it has ended."""
+        processor = self._llm.output_processor
+        state = next((processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())), None)
+        if state is None:
+            return None
+
+        def so_far() -> Sampled:
+            flat, spans = state.logprobs_processor.logprobs, state._weight_version_spans() or ()
+            return Sampled(
+                list(state.detokenizer.output_token_ids),
+                [flat.logprobs[start] for start in flat.start_indices],
+                versions_of((span.version, span.start, span.end) for span in spans),
+                "",
+            )
+
+        return so_far
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See `VLLMClient.score`."""
@@ -225,7 +238,7 @@ class LocalClient:
             yield
         except EngineDeadError as error:
             cause = self._reported_failure() or "without a word, as when it is killed (by hand, or for lack of memory)"
-            raise EngineError(f"vLLM's engine process died: {cause}") from error
+            raise EngineDiedError(f"vLLM's engine process died: {cause}") from error
         except Exception as error:
             if (words := _worker_s_words(str(error))) != str(error):
                 raise EngineError(words) from error
@@ -296,10 +309,28 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _shared(process: psutil.Process) -> set[str]:
-    """Names under /dev/shm of the shared memory that a process has mapped."""
-    with contextlib.suppress(psutil.Error):
-        return {Path(mapped.path).name for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/psm_")}
+def _forget_shared_memory(processes: Sequence[psutil.Process]) -> None:
+    """Remove the names under /dev/shm of what vLLM's processes share: segments and semaphores.
+
+    Killed processes remove nothing, and multiprocessing's tracker, which would, may be killed with them.
+    """
+    for name in {name for process in processes for name in shared_memory_of(process)} - shared_memory_of(psutil.Process()):
+        with contextlib.suppress(FileNotFoundError):  # removed by another one
+            Path("/dev/shm", name).unlink()
+            kind, prefix = ("semaphore", "sem.") if name.startswith("sem.") else ("shared_memory", "")
+            resource_tracker.unregister(f"/{name.removeprefix(prefix)}", kind)
+
+
+def shared_memory_of(process: psutil.Process) -> set[str]:
+    """Names under /dev/shm of multiprocessing's segments and semaphores that a process has mapped.
+
+    By inode: a process that makes a semaphore maps it under another name, which is gone.
+    """
+    with contextlib.suppress(OSError):  # the process has ended
+        lines = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        mapped = {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+        entries = [entry for entry in os.scandir("/dev/shm") if entry.name.startswith(("psm_", "sem.mp-"))]
+        return {entry.name for entry in entries if entry.inode() in mapped}
     return set()
 
 

@@ -57,6 +57,7 @@ class VLLMEngineBase(GenerationEngine):
         self._response_timeout_s = response_timeout_s
         self._backend: VLLMBackend | None = None
         self._final_tokens = 0
+        self._final_partials: list[Completion] = []
 
     @abstractmethod
     def _connect(self, policy_path: str, max_model_len: int | None) -> tuple[VLLMClient, WeightSender]:
@@ -77,6 +78,7 @@ class VLLMEngineBase(GenerationEngine):
             start_timeout_s=self._start_timeout_s,
             response_timeout_s=self._response_timeout_s,
         )
+        self._final_tokens, self._final_partials = 0, []
         client, sender = self._connect(resolve_policy_path(policy_path), max_model_len)
         self._backend = VLLMBackend(client, sender, settings)
 
@@ -126,11 +128,22 @@ class VLLMEngineBase(GenerationEngine):
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.stop()
-            self._final_tokens = backend.generated_tokens
+            self._final_tokens, self._final_partials = backend.generated_tokens, backend.partial_completions()
+
+    def partial_completions(self) -> list[Completion]:
+        """See `GenerationEngine.partial_completions`; after `stop`, those that it ended."""
+        backend = self._backend
+        return self._final_partials if backend is None else backend.partial_completions()
+
+    @property
+    def silent_s(self) -> float:
+        """See `GenerationEngine.silent_s`; vLLM is asked for a sign of life every few seconds."""
+        backend = self._backend
+        return 0.0 if backend is None else backend.silent_s
 
     @property
     def generated_tokens(self) -> int:
-        """Training tokens sampled since the last start; vLLM reports those of a response when it ends or is taken back."""
+        """Training tokens sampled since the last start, without those of requests' `partial`."""
         backend = self._backend
         return self._final_tokens if backend is None else backend.generated_tokens
 

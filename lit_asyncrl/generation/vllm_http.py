@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lit_asyncrl.errors import ConfigurationError, EngineError
-from lit_asyncrl.generation.vllm_interface import FIRST_TOKEN_ONLY, PauseMode, Sampled, parse_version
+from lit_asyncrl.errors import ConfigurationError, EngineDiedError, EngineError
+from lit_asyncrl.generation.vllm_interface import FIRST_TOKEN_ONLY, Begun, PauseMode, Sampled, versions_of
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -122,12 +122,13 @@ class ServerConnection:
 
         Raises:
             ServerError: any status but 200.
-            EngineError: no connection, no answer in time, or no JSON.
+            EngineDiedError: no connection, or no answer in time.
+            EngineError: no JSON.
         """
         text = await self._text(method, route, body, self._timeout_s if timeout_s is None else timeout_s)
         return self._read(lambda: dict(json.loads(text)) if text else {}, "JSON", text)
 
-    async def _text(self, method: str, route: str, body: Any, limit_s: float, begun: Callable[[], None] | None = None) -> str:
+    async def _text(self, method: str, route: str, body: Any, limit_s: float, begun: Begun | None = None) -> str:
         """The body of an answer; `begun` is called when its first part is here."""
         import aiohttp
 
@@ -139,18 +140,18 @@ class ServerConnection:
             async with exchange as response:
                 first = await response.content.readany()
                 if begun is not None and response.status == 200:
-                    begun()
+                    begun(None)
                 text = (first + await response.content.read()).decode(errors="replace")
                 if response.status != 200:
                     raise ServerError(self.url, f"{method} {route}", response.status, reason_of(text))
                 return text
         except TimeoutError as error:
-            raise EngineError(
+            raise EngineDiedError(
                 f"The vLLM server at {self.url} must answer {method} {route} within {min(limit_s, self._timeout_s):.1f} s, and "
                 "did not. It hangs or is stopped."
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(
+            raise EngineDiedError(
                 f"The connection to the vLLM server at {self.url} failed at {method} {route}: {type(error).__name__}: {error}"
             ) from error
 
@@ -162,7 +163,7 @@ class ServerConnection:
         token_ids: Sequence[int],
         params: dict[str, Any],
         salt: str | None,
-        begun: Callable[[], None] | None = None,
+        begun: Begun | None = None,
     ) -> Sampled:
         """See `VLLMClient.generate`. The answer comes in two parts: the first token, and the rest."""
         body = {
@@ -280,8 +281,8 @@ def sampled_from(events: Sequence[dict[str, Any]]) -> Sampled:
             sampled.top_logprobs = {int(top["token_id"]): float(top["logprob"]) for top in content[0]["top_logprobs"]}
         sampled.token_ids += choice["token_ids"] or []
         sampled.logprobs += [float(entry["logprob"]) for entry in content]
-        for span in choice["weight_versions"] or ():  # with the last event, for all tokens
-            sampled.versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+        spans = choice["weight_versions"] or ()  # with the last event, for all tokens
+        sampled.versions += versions_of((span["version"], span["start"], span["end"]) for span in spans)
         sampled.finish_reason = choice["finish_reason"] or ""
     if not sampled.finish_reason:
         raise ValueError("the response ends without a finish_reason")

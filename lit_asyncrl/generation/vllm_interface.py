@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -32,6 +32,12 @@ class Sampled:
     top_logprobs: dict[int, float] = field(default_factory=dict)
 
 
+SoFar = Callable[[], Sampled]
+"""Says what has been sampled of a response in flight, without waiting, also when vLLM is dead; event loop only."""
+Begun = Callable[[SoFar | None], None]
+"""Called when a response's first token has been sampled, so that its prompt has been read; None: only its end is heard of."""
+
+
 class VLLMClient(Protocol):
     """vLLM's interface as far as it is used here; every method belongs to the backend's event loop.
 
@@ -55,9 +61,9 @@ class VLLMClient(Protocol):
         token_ids: Sequence[int],
         params: dict[str, Any],
         salt: str | None,
-        begun: Callable[[], None] | None = None,
+        begun: Begun | None = None,
     ) -> Sampled:
-        """Sample one response; `begun` is called when its first token has been sampled, so that its prompt has been read."""
+        """Sample one response."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -104,3 +110,8 @@ class VLLMClient(Protocol):
 def parse_version(label: str) -> int:
     """`policy_version` of vLLM's label, which is text of its own choice before the first update."""
     return int(label) if label.isdigit() else UNKNOWN_VERSION
+
+
+def versions_of(spans: Iterable[tuple[str, int, int]]) -> list[int]:
+    """Each token's version, from spans of (label, start, end)."""
+    return [parse_version(label) for label, start, end in spans for _ in range(start, end)]

@@ -7,7 +7,6 @@ again under the new weights, so that each prompt is read by the weights whose pr
 from __future__ import annotations
 
 import asyncio
-import functools
 import heapq
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,19 +14,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_asyncrl.errors import EngineError
-from lit_asyncrl.generation.vllm_interface import Sampled, VLLMClient
+from lit_asyncrl.generation.vllm_interface import Sampled, SoFar, VLLMClient
 from lit_asyncrl.types import Completion, FinishReason, GenerationRequest, Purpose
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A request and what has been sampled for it so far (over several tries when it was taken back)."""
+    """A request and what came back for it so far (over several tries when it was taken back)."""
 
     request: GenerationRequest
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     tries: int = 0
+    so_far: SoFar | None = None  # of the present try
+
+    def __post_init__(self) -> None:
+        if (partial := self.request.partial) is not None:
+            self.token_ids += partial.token_ids
+            self.logprobs += partial.behavior_logprobs
+            self.versions += partial.token_versions
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """What came back, and what is known of the present try."""
+        more = Sampled([], [], [], "") if self.so_far is None else self.so_far()
+        return Completion(
+            self.request.request_id,
+            self.token_ids + more.token_ids,
+            self.logprobs + more.logprobs,
+            self.versions + more.versions,
+            reason,
+        )
 
 
 class VLLMRequests:
@@ -41,7 +58,6 @@ class VLLMRequests:
         finished: gets each completion with its purpose.
 
     Attributes:
-        generated_tokens: training tokens that vLLM reported so far.
         salt: of the prefix cache, for requests sent from now on; None for none.
     """
 
@@ -54,7 +70,8 @@ class VLLMRequests:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         finished: Callable[[Purpose, Completion], None],
     ) -> None:
-        self.generated_tokens = 0
+        self._ended_tokens = 0  # of training, of tries that have ended
+        self._unfinished: dict[tuple[Purpose, int], _Pending] = {}
         self.salt: str | None = None
         self._client = client
         self._eos_token_ids = tuple(eos_token_ids)
@@ -72,7 +89,19 @@ class VLLMRequests:
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, in the order of their ids."""
         for request in sorted(requests, key=lambda request: request.request_id):
-            self._spawn(self._sample(_Pending(request)))
+            pending = self._unfinished[request.purpose, request.request_id] = _Pending(request)
+            self._spawn(self._sample(pending))
+
+    @property
+    def generated_tokens(self) -> int:
+        """Training tokens sampled so far, as far as they are known here, without those of a request's `partial`."""
+        tries = (pending.so_far for pending in self._unfinished.values() if pending.request.purpose == "train")
+        return self._ended_tokens + sum(len(so_far().token_ids) for so_far in tries if so_far is not None)
+
+    def partial_completions(self) -> list[Completion]:
+        """Training responses that are not finished and have at least one token."""
+        training = [pending for pending in self._unfinished.values() if pending.request.purpose == "train"]
+        return [partial for pending in training if (partial := pending.completion("abort")).token_ids]
 
     async def hold_training(self) -> None:
         """Take training requests back; none goes until `release_training`."""
@@ -103,31 +132,38 @@ class VLLMRequests:
     async def _sample(self, pending: _Pending) -> None:
         """Sample a response, over as many tries as it is taken back."""
         request = pending.request
-        while True:
+        while not self._is_complete(pending):  # a try may be taken back in the very step that ends the response
             await self._turn(request)
             request_id = f"{request.request_id}-{request.purpose}-{pending.tries}"
             pending.tries += 1
             self._at_vllm[request_id] = request.purpose
             try:
-                sampled = await self._client.generate(
-                    request_id,
-                    [*request.prompt_ids, *pending.token_ids],
-                    self._params(pending),
-                    self.salt,
-                    functools.partial(self._begun.add, request_id),
-                )
+                await self._try(pending, request_id)
             finally:
                 del self._at_vllm[request_id]
                 self._begun.discard(request_id)
                 self._admit()
-            self._extend(pending, sampled)
-            if sampled.finish_reason != "abort":
-                break
-            if len(pending.token_ids) >= request.sampling.max_new_tokens or self._ends(pending):
-                break  # taken back in the very step that would have ended it
-        reason: FinishReason = "stop" if self._ends(pending) else "length"
-        completion = Completion(request.request_id, pending.token_ids, pending.logprobs, pending.versions, reason)
-        self._finished(request.purpose, completion)
+        del self._unfinished[request.purpose, request.request_id]
+        self._finished(request.purpose, pending.completion("stop" if self._ends(pending) else "length"))
+
+    async def _try(self, pending: _Pending, request_id: str) -> None:
+        """Sample until the response ends or is taken back; what is known of it stays when vLLM dies."""
+
+        def begun(so_far: SoFar | None) -> None:
+            self._begun.add(request_id)
+            pending.so_far = so_far
+
+        token_ids = [*pending.request.prompt_ids, *pending.token_ids]
+        try:
+            sampled = await self._client.generate(request_id, token_ids, self._params(pending), self.salt, begun)
+        except BaseException:
+            if pending.so_far is not None:
+                self._extend(pending, pending.so_far())
+            raise
+        self._extend(pending, sampled)
+
+    def _is_complete(self, pending: _Pending) -> bool:
+        return len(pending.token_ids) >= pending.request.sampling.max_new_tokens or self._ends(pending)
 
     def _ends(self, pending: _Pending) -> bool:
         return bool(pending.token_ids) and pending.token_ids[-1] in self._eos_token_ids
@@ -139,11 +175,12 @@ class VLLMRequests:
                 f"vLLM must return a log-prob and a version for each token, got {count} tokens, {len(sampled.logprobs)} "
                 f"log-probs and {len(sampled.versions)} versions (request {pending.request.request_id})."
             )
+        pending.so_far = None
         pending.token_ids += sampled.token_ids
         pending.logprobs += sampled.logprobs
         pending.versions += sampled.versions
         if pending.request.purpose == "train":
-            self.generated_tokens += count
+            self._ended_tokens += count
 
     def _params(self, pending: _Pending) -> dict[str, Any]:
         sampling, done = pending.request.sampling, len(pending.token_ids)

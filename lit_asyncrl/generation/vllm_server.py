@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from lit_asyncrl.errors import ConfigurationError, EngineError
 from lit_asyncrl.generation.vllm_engine import VLLMEngineBase
 from lit_asyncrl.generation.vllm_http import ServerConnection
-from lit_asyncrl.generation.vllm_interface import PauseMode, Sampled, VLLMClient
+from lit_asyncrl.generation.vllm_interface import Begun, PauseMode, Sampled, VLLMClient
 from lit_asyncrl.generation.vllm_sender import DeviceSender, SharedMemorySender, WeightSender
 from lit_asyncrl.generation.vllm_server_checks import (
     Expected,
@@ -149,7 +149,7 @@ class ServerClient:
         token_ids: Sequence[int],
         params: dict[str, Any],
         salt: str | None,
-        begun: Callable[[], None] | None = None,
+        begun: Begun | None = None,
     ) -> Sampled:
         """See `VLLMClient.generate`. The server with the fewest responses in flight samples it."""
         server = min(self._servers, key=lambda candidate: candidate.in_flight)

@@ -130,8 +130,8 @@ def make_plan(
         value = data.capacity_groups if data.max_policy_age is None else data.max_policy_age
         raise ConfigurationError(
             f"{key} must leave at most {MAX_OUTSTANDING:,} responses outstanding, got {value} ({limit:,} groups of "
-            f"{data.group_size}, all of which a run would queue at its start). Lower it, or set data.max_policy_age to null for no "
-            "bound."
+            f"{data.group_size}, all of which a run would queue at its start). Lower it, or set data.max_policy_age to null for "
+            "no bound."
         )
     settings = SimulationSettings(
         batch_groups=data.batch_groups,

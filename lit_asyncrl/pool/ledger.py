@@ -4,27 +4,36 @@
                    '----------'----------'-----------'---> dropped[reason] | failed[reason]
 
 Groups that are not settled are kept one by one, settled ones as counts: memory does not grow with the length of a run.
+A group is trained once the update that it was for is applied. Of several updates of one batch, each group belongs to one: a group
+that is over age by then, or whose update is skipped, is dropped for that reason, whatever becomes of the others.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from lit_asyncrl.errors import PoolError
 from lit_asyncrl.pool.bias import Bias
+from lit_asyncrl.pool.snapshot import table
 from lit_asyncrl.types import GroupOutcome
 
 OPEN_STATES = ("pending", "in_flight", "scoring", "waiting", "in_training")
 FINAL_STATES = ("trained", "dropped", "failed")
 _ENTRY_STATES = ("pending", "in_flight", "scoring", "waiting")
+_OUTSIDE_STATES = ("pending", "in_flight", "scoring")
 _STATES = (*OPEN_STATES, *FINAL_STATES)
 
 INTERRUPTED = "interrupted"
-"""Reason for tokens that were generated but not yet in the pool when a run ended; their prompts are dispatched again."""
+"""Reason for tokens that a run took with it when it ended: their engine had not reported them. Their responses go on without."""
 
 MEMBERS = "members"
 """Reason for tokens of members that were taken out of a group that went on without them."""
@@ -61,6 +70,9 @@ class _Entry:
         self.tokens = tokens
         self.dispatched: GroupOutcome | None = None
         self.outcome: GroupOutcome | None = None
+
+
+_NOTHING = _Entry("pending", 0)
 
 
 class Ledger:
@@ -230,46 +242,54 @@ class Ledger:
         keys = sorted(set(prompts) | set(tokens), key=lambda key: (_STATES.index(key[0]), key[1]))
         return [LedgerRow(state, reason, prompts[state, reason], tokens[state, reason]) for state, reason in keys]
 
-    def state_dict(self, unfinished_tokens: int = 0) -> dict[str, Any]:
-        """Plain Python, loadable with `weights_only=True`; `unfinished_tokens` will not be there after a resume."""
+    def interrupt(self) -> None:
+        """Count what `pending` groups carry as dropped for the reason `interrupted`: they are sampled from the beginning."""
         with self._lock:
+            for entry in self._open.values():
+                if entry.state == "pending":
+                    self._tokens["dropped", INTERRUPTED] += entry.tokens
+                    entry.tokens = 0
+
+    def state_dict(self, unfinished_tokens: int = 0, carried: Mapping[int, int] = MappingProxyType({})) -> dict[str, Any]:
+        """What a resumed run goes on with: plain Python and tensors, loadable with `weights_only=True`.
+
+        Groups in flight or scoring are in it as `pending`: they are dispatched again.
+
+        Args:
+            unfinished_tokens: tokens that an engine has reported for responses which it has not finished.
+            carried: by group, sampled tokens that the checkpoint holds of groups outside the pool. What it does not hold of
+                them, unfinished or not, is counted as dropped for the reason `interrupted`.
+        """
+        with self._lock:
+            outside = {g: carried.get(g, 0) for g, entry in self._open.items() if entry.state in _OUTSIDE_STATES}
+            lost = unfinished_tokens + sum(self._open[g].tokens - tokens for g, tokens in outside.items())
+            tokens = self._tokens + Counter({("dropped", INTERRUPTED): lost})
+            rows = [
+                (g, _STATES.index("pending" if g in outside else entry.state), outside.get(g, entry.tokens))
+                for g, entry in self._open.items()
+            ]
+            entries = [entry if g not in outside else _NOTHING for g, entry in self._open.items()]
             return {
-                "open": [
-                    (group_id, entry.state, entry.tokens, _plain(entry.dispatched), _plain(entry.outcome))
-                    for group_id, entry in self._open.items()
-                ],
-                "settled": [
-                    (state, reason, self._prompts[state, reason], self._tokens[state, reason])
-                    for state, reason in set(self._prompts) | set(self._tokens)
-                ],
-                "unfinished_tokens": unfinished_tokens,
+                "open": table(rows, np.int64).view(-1, 3),
+                "dispatched": _pack_outcomes([entry.dispatched for entry in entries]),
+                "left": _pack_outcomes([entry.outcome for entry in entries]),
+                "settled": [(*key, self._prompts[key], tokens[key]) for key in set(self._prompts) | set(tokens)],
                 "num_dispatched": self._num_dispatched,
                 "bias": self.bias.state_dict(),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved account.
-
-        Prompts that were in flight or scoring are pending: they are dispatched again. Their tokens are lost and counted as
-        dropped for the reason `interrupted`.
-        """
+        """Undo `state_dict`."""
         with self._lock:
             self._num_dispatched = state["num_dispatched"]
             self._prompts = Counter({(name, reason): prompts for name, reason, prompts, _ in state["settled"]})
             self._tokens = Counter({(name, reason): tokens for name, reason, _, tokens in state["settled"]})
             self.bias.load_state_dict(state["bias"])
             self._open = {}
-            lost_tokens = state["unfinished_tokens"]
-            for group_id, name, tokens, dispatched, outcome in state["open"]:
-                if name in ("pending", "in_flight", "scoring"):
-                    lost_tokens += tokens
-                    self._open[group_id] = _Entry("pending", 0)
-                    continue
-                entry = self._open[group_id] = _Entry(name, tokens)
-                entry.dispatched = GroupOutcome(*dispatched) if dispatched else None
-                entry.outcome = GroupOutcome(*outcome) if outcome else None
-            if lost_tokens:
-                self._tokens["dropped", INTERRUPTED] += lost_tokens
+            outcomes = zip(_unpack_outcomes(state["dispatched"]), _unpack_outcomes(state["left"]), strict=True)
+            for (group_id, index, tokens), (dispatched, outcome) in zip(state["open"].tolist(), outcomes, strict=True):
+                entry = self._open[group_id] = _Entry(_STATES[index], tokens)
+                entry.dispatched, entry.outcome = dispatched, outcome
 
 
 def totals(rows: Iterable[LedgerRow]) -> dict[str, dict[str, int]]:
@@ -300,5 +320,15 @@ def _check(group_ids: int | list[int], state: str, reason: str | None) -> None:
         raise PoolError(f"reason must be given for a dropped group, got {reason!r} (group {group_ids}). Name it.")
 
 
-def _plain(outcome: GroupOutcome | None) -> list[float] | None:
-    return list(outcome) if outcome is not None else None
+def _pack_outcomes(outcomes: list[GroupOutcome | None]) -> Tensor:
+    """Outcomes as one table [N, 4] float64, so that ten thousand take milliseconds to read; NaN where there is none."""
+    unknown = (float("nan"),) * len(GroupOutcome._fields)
+    return table([outcome or unknown for outcome in outcomes], np.float64).view(-1, len(unknown))
+
+
+def _unpack_outcomes(table: Tensor) -> list[GroupOutcome | None]:
+    rows = table.tolist()
+    return [
+        GroupOutcome(int(number), int(tokens), reward, int(correct)) if not math.isnan(number) else None
+        for number, tokens, reward, correct in rows
+    ]

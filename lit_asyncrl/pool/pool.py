@@ -9,7 +9,9 @@ One lock guards everything; re-scoring under the policy runs outside it, so that
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,12 +21,13 @@ from lit_asyncrl.errors import CheckpointError, PoolError, WaitTimeoutError
 from lit_asyncrl.interfaces import PrefixScorer
 from lit_asyncrl.pool.admission import admission_limit
 from lit_asyncrl.pool.facts import AgeMeasure, inspect_group
-from lit_asyncrl.pool.ledger import Ledger
+from lit_asyncrl.pool.ledger import FINAL_STATES, Ledger
 from lit_asyncrl.pool.records import TakenGroup
 from lit_asyncrl.pool.rescoring import score_prefixes
 from lit_asyncrl.pool.sampler import StalenessSampler
 from lit_asyncrl.pool.snapshot import pack, unpack
-from lit_asyncrl.pool.waiting import WaitingGroups
+from lit_asyncrl.pool.tape import Decision, Tape
+from lit_asyncrl.pool.waiting import Reduced, WaitingGroups
 from lit_asyncrl.supervisor import Supervisor
 from lit_asyncrl.types import GroupOutcome, TrajectoryGroup
 from lit_asyncrl.waits import Changed
@@ -58,6 +61,9 @@ class TrajectoryPool:
         updates_per_batch: optimizer updates made of one batch.
         supervisor: owns the waits.
 
+    Attributes:
+        tape: hears what happens to groups, and may say what is taken; None for neither.
+
     Raises:
         ConfigurationError: the numbers contradict each other.
     """
@@ -89,6 +95,7 @@ class TrajectoryPool:
         self.max_policy_age = max_policy_age
         self.age_measure: AgeMeasure = age_measure
         self.ledger = Ledger()
+        self.tape: Tape | None = None
         self._supervisor = supervisor
         self._changed = Changed()  # re-entrant: a method may call another one
         self._waiting = WaitingGroups(sampler, self.limit, batch_groups, max_policy_age, age_measure)
@@ -154,6 +161,8 @@ class TrajectoryPool:
         outcome: GroupOutcome | None = None,
     ) -> None:
         """Tell the ledger what became of a group outside the pool (`in_flight`, `scoring`, `dropped`, `failed`)."""
+        if self.tape is not None and state in FINAL_STATES:
+            self.tape.left(group_id, state, reason or "")
         self.ledger.move(group_id, state, tokens, reason, outcome)
 
     def add(self, group: TrajectoryGroup) -> None:
@@ -178,6 +187,8 @@ class TrajectoryPool:
                 self.ledger.move(group.group_id, "scoring")
                 self.ledger.move(group.group_id, "failed", reason="malformed")
                 raise fault
+            if self.tape is not None:
+                self.tape.added(group)
             self.ledger.move(group.group_id, "waiting", facts.num_sampled, None, facts.outcome)
             self._completed.append((facts.generation, self._policy_version - facts.completed_version))
             if self._waiting.last_version(facts) < self._policy_version:
@@ -185,8 +196,8 @@ class TrajectoryPool:
                 self._changed.notify_all()
             else:
                 self._waiting.add(group, facts)
-                if len(self._waiting) == self.batch_groups:  # with fewer nobody can go on, with more nobody waits
-                    self._changed.notify_all()
+                if len(self._waiting) == self.batch_groups or self.tape is not None:
+                    self._changed.notify_all()  # with fewer nobody can go on, with more only a replay waits
 
     def _use_reservation(self, group_id: int) -> None:
         """End one reservation; refuse a group that has none or that is here already."""
@@ -229,32 +240,67 @@ class TrajectoryPool:
             StopRequested: or the first fault of another part.
         """
         self.set_policy_version(policy_version)
+        decision = None if self.tape is None else self.tape.next_decision(policy_version)
+        if decision is not None:
+            return self._take_decided(decision, timeout_s)
         with self._changed:
             self._wait_for_batch(timeout_s)
             slots = self._waiting.plan()
             groups = self._waiting.groups(slots) if scorer is not None else []
         scored = score_prefixes(groups, scorer) if scorer is not None and groups else []
-        with self._changed:
-            self._wait_for_batch(timeout_s)  # a group may have failed meanwhile
-            self._waiting.score(slots if scored else (), [logprobs for logprobs, _ in scored])
-            self.sampler.tokens_rescored += sum(num_tokens for _, num_tokens in scored)
-            taken, rejected, reduced = self._waiting.take(policy_version)
-            self._drop(rejected, "rejected")
-            for before, after in reduced:
-                self.ledger.remove_members(after.group_id, before.num_sampled - after.num_sampled, "rejected", after.outcome)
-            self.ledger.move_all([group.group_id for group in taken], "in_training")
-            for group in taken:
-                self._in_training[group.group_id] = policy_version
-                self._untrained[group.group_id] = group
-            self._changed.notify_all()
         complete = {
             group.group_id: logprobs
             for group, (logprobs, num_tokens) in zip(groups, scored, strict=True)
             if num_tokens == group.num_sampled_tokens
         }
-        for _, after in reduced:  # the log-probs are of more members than it has
-            complete.pop(after.group_id, None)
-        return [TakenGroup(group, complete.get(group.group_id)) for group in taken]
+        with self._changed:
+            self._wait_for_batch(timeout_s)  # a group may have failed meanwhile
+            self._waiting.score(slots if scored else (), [logprobs for logprobs, _ in scored])
+            self.sampler.tokens_rescored += sum(num_tokens for _, num_tokens in scored)
+            taken, rejected, reduced = self._waiting.take(policy_version)
+            for _, after, _ in reduced:  # the log-probs are of more members than it has
+                complete.pop(after.group_id, None)
+            ids = [group.group_id for group in taken]
+            decision = Decision(
+                policy_version,
+                ids,
+                [group.completed_version for group in taken],
+                rejected,
+                {after.group_id: members for _, after, members in reduced},
+                {group_id: complete[group_id] for group_id in ids if group_id in complete},
+            )
+            return self._carry_out(decision, taken, reduced)
+
+    def _take_decided(self, decision: Decision, timeout_s: float) -> list[TakenGroup]:
+        """Wait for the groups of a decision that was made before, and take them whatever else waits."""
+
+        def all_here() -> bool:
+            missing = {group_id for group_id in decision.group_ids if group_id not in self._waiting}
+            if missing and self.tape is not None:
+                self.tape.missing(decision, missing)
+            return not missing
+
+        with self._changed:
+            if not self._wait(all_here, timeout_s, BATCH_WAITER, self._missing):
+                raise WaitTimeoutError(f"{BATCH_WAITER} waited {timeout_s:.1f} s for {self._missing()}.")
+            taken, reduced = self._waiting.take_decided(decision)
+            versions = zip(taken, decision.completed_versions, strict=True)
+            taken = [replace(group, completed_version=completed) for group, completed in versions]
+            return self._carry_out(decision, taken, reduced)
+
+    def _carry_out(self, decision: Decision, taken: Sequence[TrajectoryGroup], reduced: Sequence[Reduced]) -> list[TakenGroup]:
+        """Account for a batch that has left the waiting groups; the lock is held."""
+        self._drop(decision.rejected, "rejected")
+        for before, after, _ in reduced:
+            self.ledger.remove_members(after.group_id, before.num_sampled - after.num_sampled, "rejected", after.outcome)
+        self.ledger.move_all(decision.taken, "in_training")
+        for group in taken:
+            self._in_training[group.group_id] = decision.policy_version
+            self._untrained[group.group_id] = group
+        if self.tape is not None:
+            self.tape.taken(decision)
+        self._changed.notify_all()
+        return [TakenGroup(group, decision.logprobs.get(group.group_id)) for group in taken]
 
     def delivered(self, policy_version: int) -> None:
         """The weights of `policy_version` are served: groups taken before it make room for new ones."""
@@ -266,11 +312,17 @@ class TrajectoryPool:
             self.ledger.move_all([group_id for group_id in done if self._untrained.pop(group_id, None)], "trained")
             self._changed.notify_all()
 
+    def leave_out(self, group_ids: Sequence[int], reason: str) -> None:
+        """Of the groups just taken, these are not trained, though others may be: they leave; the delivery makes their room."""
+        with self._changed:
+            for group_id in group_ids:
+                del self._untrained[group_id]
+            self._drop(group_ids, reason)
+
     def settle_skipped(self) -> None:
         """The groups just taken led to no update: they leave for the reason `skipped_update` and make room."""
         with self._changed:
-            for group_id in self._untrained:
-                del self._in_training[group_id]
+            self._in_training = {g: taken_at for g, taken_at in self._in_training.items() if taken_at < self._policy_version}
             self._drop(list(self._untrained), "skipped_update")
             self._untrained.clear()
             self._changed.notify_all()
@@ -347,13 +399,13 @@ class TrajectoryPool:
             self._completed.clear()
         return {"completed_generation_staleness": rows[:, 0], "completed_waiting_staleness": rows[:, 1]}
 
-    def state_dict(self, unfinished_tokens: int = 0) -> dict[str, Any]:
+    def state_dict(self, unfinished_tokens: int = 0, carried: Mapping[int, int] = MappingProxyType({})) -> dict[str, Any]:
         """One consistent snapshot as flat tensors and plain Python; loads with `torch.load(..., weights_only=True)`.
 
         Groups taken for an update that was not applied are in it, ahead of the waiting ones: none is lost.
 
         Args:
-            unfinished_tokens: tokens of responses that the engine has not finished; they will be lost to a resumed run.
+            unfinished_tokens, carried: see `Ledger.state_dict`.
         """
         with self._changed:
             untrained = list(self._untrained.values())
@@ -362,7 +414,7 @@ class TrajectoryPool:
                 "policy_version": self._policy_version,
                 "dropped": dict(self._dropped),
                 "sampler": self.sampler.state_dict(),
-                "ledger": self.ledger.state_dict(unfinished_tokens),
+                "ledger": self.ledger.state_dict(unfinished_tokens, carried),
             }
         facts = [*(inspect_group(group, self._policy_version) for group in untrained), *facts]
         return {**state, "groups": pack([*untrained, *groups], facts)}

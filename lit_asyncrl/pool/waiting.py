@@ -11,17 +11,19 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from lit_asyncrl.pool.facts import AgeMeasure, GroupFacts, inspect_group
-from lit_asyncrl.pool.records import GroupStorage
+from lit_asyncrl.pool.records import GroupStorage, select_members
 from lit_asyncrl.pool.sampler import StalenessSampler
+from lit_asyncrl.pool.tape import Decision
 from lit_asyncrl.pool.writer import FreeSlotWriter
 from lit_asyncrl.types import TrajectoryGroup
 
 
 class Reduced(NamedTuple):
-    """A group that lost members: what was known of it before, and what is now."""
+    """A group that lost members: what was known of it before, what is now, and which members [G] bool it kept."""
 
     before: GroupFacts
     after: GroupFacts
+    members: Tensor
 
 
 class WaitingGroups:
@@ -49,6 +51,7 @@ class WaitingGroups:
         self._buffer = ReplayBuffer(
             storage=self._storage, sampler=sampler, writer=FreeSlotWriter(sampler), batch_size=batch_groups
         )
+        self._buffer.empty()  # the sampler may have served an earlier run
         self._arrived: dict[int, tuple[TrajectoryGroup, GroupFacts]] = {}  # by group_id: not in the buffer yet
         self._known: dict[int, GroupFacts] = {}  # by slot
         self._slot_of: dict[int, int] = {}  # by group_id
@@ -138,14 +141,31 @@ class WaitingGroups:
         # What `ReplayBuffer.sample` does, without stacking the batch's entries: it leaves as groups.
         index, _ = self._sampler.sample(self._storage, self._batch_groups)
         rejected = [self._leave(slot).group_id for slot in self._sampler.rejected]
-        reduced = [self._reduce(slot, policy_version) for slot in self._sampler.kept]
+        reduced = [self._reduce(slot, members, policy_version) for slot, members in self._sampler.kept.items()]
         return [self._leave(slot) for slot in index.tolist()], rejected, reduced
 
-    def _reduce(self, slot: int, policy_version: int) -> Reduced:
-        """Learn anew what is known of a group whose entry the sampler rewrote."""
+    def take_decided(self, decision: Decision) -> tuple[list[TrajectoryGroup], list[Reduced]]:
+        """Consume what was decided elsewhere, without the sampler; every group of the decision waits.
+
+        Returns:
+            The batch's groups, in the decision's order, and the groups that lost members.
+        """
+        self.write()
+        reduced = []
+        for group_id, members in decision.reduced.items():
+            slot = self._slot_of[group_id]
+            self._storage.set(slot, select_members(self._storage.group(slot), members)[0])
+            reduced.append(self._reduce(slot, members, decision.policy_version))
+        taken = [self._storage.group(self._slot_of[group_id]) for group_id in decision.taken]
+        self._remove([*decision.rejected, *decision.taken])
+        self._sampler.groups_rejected += len(decision.rejected)
+        return taken, reduced
+
+    def _reduce(self, slot: int, members: Tensor, policy_version: int) -> Reduced:
+        """Learn anew what is known of a group whose entry was rewritten."""
         before, after = self._known[slot], inspect_group(self._storage.group(slot), policy_version)
         self._know(slot, after)
-        return Reduced(before, after)
+        return Reduced(before, after, members)
 
     # --- reading --------------------------------------------------------------------------------------------------------
 

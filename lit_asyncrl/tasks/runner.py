@@ -94,7 +94,7 @@ class RewardRunner:
         self.num_failed = 0
         self._timeout_s = timeout_s
         self._on_error = on_error
-        self._supervisor = supervisor
+        self._supervisor = supervisor or Supervisor()
         self._lock = threading.Lock()
         self._thread: _RewardThread | None = None
         self._hung: list[_RewardThread] = []
@@ -119,7 +119,10 @@ class RewardRunner:
             if self._thread is None:
                 self._thread = _RewardThread()
             self._thread.inbox.put(job)
-            error = job.error if self._wait(job) else self._abandon(job)
+            who = threading.current_thread().name
+            with self._supervisor.busy(who, f"the rewards of task {example.task!r}", self._timeout_s + POLL_S):
+                in_time = self._wait(job)
+            error = job.error if in_time else self._abandon(job)
             if error is None:
                 return job.values
             if self._on_error == "raise":
@@ -142,8 +145,7 @@ class RewardRunner:
         """Whether the job ended in time."""
         deadline = time.monotonic() + self._timeout_s
         while not job.done.wait(max(0.0, min(POLL_S, deadline - time.monotonic()))):
-            if self._supervisor is not None:
-                self._supervisor.raise_if_stopping()
+            self._supervisor.raise_if_stopping()
             if time.monotonic() >= deadline:
                 return False
         return True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -18,6 +16,7 @@ from lit_asyncrl.pool.ranking import FreshestFirstSampler, MaxAgeSampler, TotalS
 from lit_asyncrl.pool.sampler import FifoSampler
 from lit_asyncrl.tasks.digits import ReverseDigits
 from lit_asyncrl.types import SamplingParams
+from lit_asyncrl.waits import Changed
 
 CAPACITY = 12
 BACKLOG = 6
@@ -34,9 +33,7 @@ class Backlog(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         data = trainer.datamodule
         try:
-            data.supervisor.wait_for(
-                threading.Condition(), lambda: len(data.pool) >= BACKLOG, timeout_s=10.0, who="test", what="a backlog"
-            )
+            data.supervisor.wait_for(Changed(), lambda: len(data.pool) >= BACKLOG, timeout_s=10.0, who="test", what="a backlog")
         except WaitTimeoutError:
             pytest.fail("no backlog within 10 s")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -20,6 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from policies import save_policy
 from runs import inline_rollout, make_data, make_module, make_trainer
 
+import lit_asyncrl
 from lit_asyncrl.callbacks import AsyncRollout
 from lit_asyncrl.callbacks.signals import SignalHandlers
 from lit_asyncrl.cli import main
@@ -175,7 +178,7 @@ def test_ctrl_c_while_the_engine_starts_exits_with_130(policy, tmp_path, monkeyp
 def test_handlers_are_not_installed_outside_the_main_thread():
     supervisor = Supervisor()
     before = signal.getsignal(signal.SIGTERM)
-    handlers = SignalHandlers(supervisor, on_second=lambda: None)
+    handlers = SignalHandlers(supervisor, on_leave=lambda: None)
     thread = threading.Thread(target=handlers.install)
     thread.start()
     thread.join(5.0)
@@ -204,54 +207,261 @@ def test_a_killed_engine_ends_the_run_with_its_cause_in_seconds(policy, tmp_path
 # ------------------------------------------------------------------ the command
 
 
-class Command:
-    """`lit-asyncrl fit` in a process of its own, trained until the test ends it."""
+class Server:
+    """Runs of `lit-asyncrl`, forked from one process that has imported everything (`windows.py`)."""
 
-    def __init__(self, policy: str, folder: Path) -> None:
-        self.folder = folder
-        arguments = [
-            *("fit", "--config", "smoke", f"--model.policy.path={policy}", "--trainer.max_steps=1000000"),
-            *("--trainer.val_check_interval=1000000", f"--trainer.logger.init_args.save_dir={folder}", "--data.batch_groups=2"),
-            *("--data.group_size=2", "--data.evaluation.heldout.final_num_prompts=8", f"--data.save_rollouts={folder}"),
-            *("--data.sampling.max_new_tokens=6", "--data.sampler=FifoSampler", "--data.max_policy_age=2"),
-        ]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lit_asyncrl.cli", *arguments],
+    def __init__(self) -> None:
+        paths = [str(Path(__file__).parents[1]), *(path for path in sys.path if path)]
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parents[1] / "windows.py")],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
         )
+        assert self._line() == "ready"
 
-    def __enter__(self) -> Command:
-        wait_until(lambda: self.process.poll() is not None or self.updates >= 3, STARTED_S)
-        assert self.process.poll() is None, self.process.communicate()[0]
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
-        assert any("lit_asyncrl.generation.hf_worker" in child.cmdline() for child in self.children)
-        return self
+    def run(self, **order: object) -> int:
+        """Begin a run; gives its process id."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._line())
 
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-        for child in self.children:
-            if child.is_running():
-                child.kill()
+    def exit_code(self) -> int:
+        """Of the run that was begun last."""
+        return int(self._line())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+class Run:
+    """A run of three updates that a test stops in one window."""
+
+    def __init__(self, server: Server, policy: str, folder: Path, window: str, mode: str, grace_s: float) -> None:
+        self._server = server
+        self.folder = folder
+        config = {
+            "seed_everything": 0,
+            "trainer": {
+                "accelerator": "cpu",
+                "max_steps": 3,
+                "val_check_interval": 2,
+                "limit_val_batches": 1.0,
+                "enable_progress_bar": False,
+                "default_root_dir": str(folder),
+                "logger": False,
+                "callbacks": [
+                    {
+                        "class_path": "AsyncRollout",
+                        "init_args": {
+                            "engine": {"class_path": "windows.WindowEngine", "init_args": {"mode": mode}},
+                            "trainer_threads": 1,
+                            "grace_s": grace_s,
+                        },
+                    },
+                    {"class_path": "windows.WindowCallback"},
+                    {
+                        "class_path": "ModelCheckpoint",
+                        "init_args": {"dirpath": str(folder), "every_n_train_steps": 2, "save_last": True},
+                    },
+                ],
+            },
+            "model": {"policy": {"path": policy}},
+            "data": {
+                "task": {"class_path": "windows.WindowTask"},
+                "batch_groups": 2,
+                "group_size": 2,
+                "max_policy_age": 0,
+                "reward_timeout_s": 60.0,
+                "sampling": {"max_new_tokens": 4},
+                "sampler": {"class_path": "FifoSampler"},
+                "evaluation": {"heldout": {"num_prompts": 2, "final_num_prompts": 2}},
+            },
+        }
+        file = folder / "run.yaml"
+        file.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+        self.screen = folder / "screen"
+        environment = {"LIT_WINDOW": window, "LIT_WINDOW_FOLDER": str(folder), "OMP_NUM_THREADS": "1"}
+        self.pid = server.run(arguments=["fit", "--config", str(file)], environment=environment, screen=str(self.screen))
+        wait_until(lambda: (folder / "reached").exists() or not self._is_running(), STARTED_S)
+        assert (folder / "reached").exists(), self.text
+        self.children = psutil.Process(self.pid).children(recursive=True)
+
+    def _is_running(self) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        return False
 
     @property
-    def updates(self) -> int:
-        file = self.folder / "rollouts.jsonl"
-        return (
-            int(json.loads(lines[-2])["policy_version"])
-            if file.is_file() and len(lines := file.read_text().split("\n")) > 2
-            else 0
-        )
+    def text(self) -> str:
+        return self.screen.read_text(encoding="utf-8") if self.screen.exists() else ""
 
-    def end(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=ENDED_S)
-        return self.process.returncode, output
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
 
-    def assert_no_child_left(self) -> None:
+    def release(self) -> None:
+        (self.folder / "release").touch()
+
+    def end(self) -> int:
+        killer = threading.Timer(ENDED_S, lambda: os.kill(self.pid, signal.SIGKILL))
+        killer.start()
+        code = self._server.exit_code()
+        killer.cancel()
+        return code
+
+    @property
+    def saved_version(self) -> int | None:
+        file = self.folder / "last.ckpt"
+        return torch.load(file, weights_only=True)["lit_asyncrl"]["policy_version"] if file.exists() else None
+
+    def assert_nothing_left(self) -> None:
         wait_until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in self.children), ENDED_S)
+        names = {path.name for path in self.folder.iterdir() if path.suffix != ".ckpt"}
+        assert names <= {"reached", "release", "run.yaml", "config.yaml", "screen"}
+
+
+@pytest.fixture
+def start(server, policy, tmp_path):
+    """Begin a run and wait until it is in a window."""
+    runs: list[Run] = []
+
+    def start(window: str, mode: str = "inline", grace_s: float = 30.0) -> Run:
+        runs.append(Run(server, policy, tmp_path, window, mode, grace_s))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.release()
+        for process in run.children:
+            if process.is_running():
+                process.kill()
+
+
+NOTHING = {None, 0}
+WINDOWS = {  # window: the version that is saved
+    "set-up": NOTHING,
+    "engine start": NOTHING,
+    "rehearsal": NOTHING,
+    "first evaluation": NOTHING,
+    "prompt": NOTHING,
+    "generation": NOTHING,
+    "reward": NOTHING,
+    "weight update": {1},
+    "delivery": {1},
+    "optimizer step": {2},
+    "evaluation": {2},
+    "save": {2},
+    "evaluation at the end": {3},
+    "shut-down": {3},
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_sigterm_in_a_window_ends_the_command_with_143_and_saves_what_was_learnt(start, window):
+    run = start(window)
+    run.send(signal.SIGTERM)
+    run.release()
+    assert run.end() == 143, run.text
+    assert run.saved_version in WINDOWS[window], run.text
+    assert "Traceback" not in run.text
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("window", ["set-up", "engine start", "reward", "save"])
+def test_ctrl_c_in_a_window_ends_the_command_with_130(start, window):
+    run = start(window)
+    run.send(signal.SIGINT)
+    run.release()
+    assert run.end() == 130, run.text
+    assert "Traceback" not in run.text
+    run.assert_nothing_left()
+
+
+def test_a_run_that_hangs_after_sigterm_is_left_when_the_grace_is_used_up(start):
+    run = start("save", mode="process", grace_s=1.0)
+    assert any("lit_asyncrl.generation.hf_worker" in child.cmdline() for child in run.children)
+    run.send(signal.SIGTERM)  # and no release: the save does not end
+    assert run.end() == 143, run.text
+    assert "AsyncRollout.grace_s: 1)" in run.text
+    assert "windows.py" in run.text  # where it was
+    run.assert_nothing_left()
+
+
+def test_a_second_ctrl_c_leaves_at_once(start):
+    run = start("save", mode="process")
+    next(c for c in run.children if "lit_asyncrl.generation.hf_worker" in c.cmdline()).suspend()  # cannot notice anything
+    run.send(signal.SIGINT)
+    wait_until(lambda: psutil.Process(run.pid).status() == psutil.STATUS_SLEEPING, ENDED_S)
+    run.send(signal.SIGINT)
+    assert run.end() == 130, run.text
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_during_the_imports_ends_the_command_quietly(tmp_path, number, code):
+    (tmp_path / "torch.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path / 'reached')!r}).touch()\ntime.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lit_asyncrl", "fit", "--config", "smoke"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])},
+    )
+    wait_until((tmp_path / "reached").exists, STARTED_S)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=ENDED_S)
+    assert (process.returncode, output) == (code, "")
+
+
+def test_the_command_begins_with_the_launcher_that_takes_signals_over():
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="lit-asyncrl")
+    launcher = (Path(lit_asyncrl.__file__).parent / "__main__.py").read_text(encoding="utf-8")
+    assert entry.value in ("lit_asyncrl.__main__:main", "lit_asyncrl.cli:main")  # the latter: installed before it was moved
+    assert launcher.index("signal.signal") < launcher.index("from lit_asyncrl.cli")
+
+
+def test_a_killed_trainer_leaves_no_engine(start):
+    run = start("save", mode="process")
+    assert run.children
+    run.send(signal.SIGKILL)
+    assert run.end() == -signal.SIGKILL
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow  # the real command on the packaged model; the windows above are of runs forked from one process
+def test_sigterm_ends_the_installed_command_with_143_and_a_summary(tmp_path):
+    arguments = ["fit", "--config", "smoke", "--trainer.max_steps=1000000", f"--trainer.logger.init_args.save_dir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lit_asyncrl", *arguments, f"--data.save_rollouts={tmp_path}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    rollouts = tmp_path / "rollouts.jsonl"
+    wait_until(lambda: process.poll() is not None or (rollouts.is_file() and rollouts.stat().st_size > 0), STARTED_S)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=ENDED_S)
+    assert process.returncode == 143, output
+    (summary,) = tmp_path.rglob("summary.json")
+    assert json.loads(summary.read_text(encoding="utf-8"))["stopped_by"] == "SIGTERM"
+    assert list(tmp_path.rglob("last.ckpt"))
 
 
 def wait_until(predicate: Callable[[], bool], timeout_s: float) -> None:
@@ -259,46 +469,4 @@ def wait_until(predicate: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not predicate():
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.05)
-
-
-def test_sigterm_ends_the_command_with_143_and_a_checkpoint(policy, tmp_path):
-    with Command(policy, tmp_path) as command:
-        command.process.send_signal(signal.SIGTERM)
-        code, output = command.end()
-        assert code == 143, output
-        (checkpoint,) = tmp_path.rglob("last.ckpt")
-        assert torch.load(checkpoint, weights_only=True)["lit_asyncrl"]["policy_version"] >= 3
-        (summary,) = tmp_path.rglob("summary.json")
-        assert json.loads(summary.read_text(encoding="utf-8"))["stopped_by"] == "SIGTERM"
-        command.assert_no_child_left()
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_command_with_130(policy, tmp_path):
-    with Command(policy, tmp_path) as command:
-        command.process.send_signal(signal.SIGINT)
-        code, output = command.end()
-        assert code == 130, output
-        assert list(tmp_path.rglob("last.ckpt"))
-        assert "Traceback" not in output
-        command.assert_no_child_left()
-
-
-def test_a_second_ctrl_c_leaves_at_once(policy, tmp_path):
-    with Command(policy, tmp_path) as command:
-        engine = next(c for c in command.children if "lit_asyncrl.generation.hf_worker" in c.cmdline())
-        engine.suspend()  # the run cannot end by itself: it waits for the engine
-        command.process.send_signal(signal.SIGINT)
-        command.process.send_signal(signal.SIGINT)
-        code, output = command.end()
-        assert code == 130, output
-        command.assert_no_child_left()
-
-
-@pytest.mark.slow  # the default suite kills the trainer of a bare engine
-def test_a_killed_trainer_leaves_no_engine(policy, tmp_path):
-    with Command(policy, tmp_path) as command:
-        command.process.kill()
-        command.end()
-        command.assert_no_child_left()
+        time.sleep(0.02)

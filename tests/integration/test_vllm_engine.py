@@ -12,8 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
-from lit_asyncrl.errors import ConfigurationError, EngineError, WeightSyncError
+from lit_asyncrl.errors import ConfigurationError, EngineDiedError, EngineError, WeightSyncError
 from lit_asyncrl.generation.vllm import VLLMEngine
 from lit_asyncrl.generation.vllm_chunks import ChunkFile
+from lit_asyncrl.generation.vllm_client import LocalClient, shared_memory_of
 from lit_asyncrl.policy import load_model, named_weights
 from lit_asyncrl.types import Completion, GenerationRequest, SamplingParams
 
@@ -57,11 +59,11 @@ class Served:
 
     @contextlib.contextmanager
     def policy(self, in_flight: str, prefix_cache: str = "salt") -> Iterator[None]:
-        backend: Any = self.engine._backend
-        before = backend._settings
-        backend._settings = dataclasses.replace(before, in_flight=in_flight, prefix_cache=prefix_cache)
+        updates: Any = self.engine._backend._updates  # type: ignore[union-attr]
+        before = updates._policy
+        updates._policy = dataclasses.replace(before, in_flight=in_flight, prefix_cache=prefix_cache)
         yield
-        backend._settings = before
+        updates._policy = before
 
     @property
     def client(self) -> Any:
@@ -83,15 +85,24 @@ class Served:
             finished += batch
         return sorted(finished, key=lambda completion: completion.request_id)
 
-    def sample_around_an_update(self, number: int = 40) -> list[Completion]:
-        """More requests than slots, so that some are in flight, some wait inside vLLM, and some here."""
-        self.engine.submit(_requests(number))
-        early = self.engine.completions(120.0)
-        self.update(tiny_models.perturbed(self.models[0], seed=len(self.models)))
-        completions = sorted([*early, *self.drain(number - len(early))], key=lambda completion: completion.request_id)
-        # The last requests cannot have begun before the update: that is what the tests rest on.
-        assert set(completions[-1].token_versions) == {self.newest}
-        return completions
+    def sample_around_an_update(self, *, mixed: bool = True) -> list[Completion]:
+        """More requests than slots, so that some are in flight, some wait inside vLLM, and some here.
+
+        Whether the update comes in time is a matter of chance on a busy machine: more requests are tried until it does.
+
+        Args:
+            mixed: whether responses can have tokens of both versions, so that one must.
+        """
+        for number in (40, 80, 160, 320):
+            self.engine.submit(_requests(number))
+            early = self.engine.completions(120.0)
+            self.update(tiny_models.perturbed(self.models[0], seed=len(self.models)))
+            completions = sorted([*early, *self.drain(number - len(early))], key=lambda completion: completion.request_id)
+            kinds = [set(completion.token_versions) for completion in completions]
+            before, both, after = ({self.newest - 1}, {self.newest - 1, self.newest}, {self.newest})
+            if before in kinds and kinds.count(after) > 4 and (both in kinds or not mixed):  # more begin after it than in slots
+                return completions
+        raise AssertionError("no update came in time")
 
 
 def _requests(number: int, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> list[GenerationRequest]:
@@ -195,7 +206,6 @@ def test_a_temperature_that_vllm_would_raise_is_refused(served: Served):
 def test_keep_goes_on_with_the_old_keys_and_values(served: Served):
     completions = served.sample_around_an_update()
     old, new = (served.models[served.newest - 1], served.models[served.newest])
-    mixed = 0
     for completion in completions:
         before = completion.token_versions.count(served.newest - 1)
         assert completion.token_versions == sorted(completion.token_versions)
@@ -204,9 +214,7 @@ def test_keep_goes_on_with_the_old_keys_and_values(served: Served):
             continue
         _assert_equal(completion, _plain(old, completion), slice(0, before))
         if before < len(completion.token_ids):
-            mixed += 1
             _assert_equal(completion, _mixed(old, new, completion, before), slice(before, None))
-    assert mixed > 0
 
 
 def _mixed(old: Any, new: Any, completion: Completion, before: int) -> torch.Tensor:
@@ -224,7 +232,6 @@ def test_restart_goes_on_as_from_a_clean_prefill_of_the_new_weights(served: Serv
     with served.policy("restart"):
         completions = served.sample_around_an_update()
     old, new = (_plain_of(served, served.newest - 1), _plain_of(served, served.newest))
-    assert {tuple(sorted(set(c.token_versions))) for c in completions} >= {(served.newest - 1, served.newest)}
     for completion in completions:
         before = completion.token_versions.count(served.newest - 1)
         _assert_equal(completion, old(completion), slice(0, before))
@@ -237,7 +244,7 @@ def _plain_of(served: Served, version: int) -> Callable[[Completion], torch.Tens
 
 def test_wait_lets_every_response_end_under_one_version(served: Served):
     with served.policy("wait"):
-        completions = served.sample_around_an_update()
+        completions = served.sample_around_an_update(mixed=False)
     assert {tuple(sorted(set(c.token_versions))) for c in completions} == {(served.newest - 1,), (served.newest,)}
     for completion in completions:
         _assert_equal(completion, _plain(served.models[completion.token_versions[0]], completion), slice(None))
@@ -246,19 +253,70 @@ def test_wait_lets_every_response_end_under_one_version(served: Served):
 @pytest.mark.parametrize(("in_flight", "prefix_cache"), [("keep", "salt"), ("restart", "reset"), ("wait", "reset")])
 def test_a_response_begun_after_an_update_reads_no_prefix_of_old_weights(served: Served, in_flight: str, prefix_cache: str):
     with served.policy(in_flight, prefix_cache):
-        completions = served.sample_around_an_update()
+        completions = served.sample_around_an_update(mixed=False)
     begun_after = [c for c in completions if set(c.token_versions) == {served.newest}]
-    assert len(begun_after) > 4  # more than there are slots
     for completion in begun_after:
         _assert_equal(completion, _plain(served.models[served.newest], completion), slice(None))
 
 
 def test_a_prefix_cache_that_is_kept_shows_in_the_logprobs_of_responses_begun_after_an_update(served: Served):
     with served.policy("wait", "keep"):
-        completions = served.sample_around_an_update()
+        completions = served.sample_around_an_update(mixed=False)
     begun_after = [c for c in completions if set(c.token_versions) == {served.newest}]
     first = [abs(c.behavior_logprobs[0] - float(_plain(served.models[served.newest], c)[0])) for c in begun_after]
     assert min(first) > 1e-3
+
+
+def test_the_samples_of_one_prompt_share_the_prefill(served: Served, monkeypatch: pytest.MonkeyPatch):
+    served.update(served.models[0])  # a salt of its own: nothing of this prompt is cached
+    outputs, cached = LocalClient._outputs, {}
+
+    async def recorded(self: LocalClient, request_id: str, *arguments: Any) -> AsyncIterator[Any]:
+        async for output in outputs(self, request_id, *arguments):
+            cached[request_id] = output.num_cached_tokens
+            yield output
+
+    monkeypatch.setattr(LocalClient, "_outputs", recorded)
+    served.sample(8)
+    # The first one reads all 35 tokens; the others find the block of 32.
+    assert [cached[f"{i}-train-0"] for i in range(8)] == [0] + [32] * 7
+
+
+# ---------------------------------------------------------------- parts of responses
+
+
+def test_partial_responses_have_the_tokens_logprobs_and_versions_of_the_whole_ones(served: Served):
+    for number in (40, 80, 160, 320):
+        served.engine.submit(_requests(number))
+        early = served.engine.completions(120.0)
+        served.update(tiny_models.perturbed(served.models[0], seed=len(served.models)))
+        partials = served.engine.partial_completions()
+        whole = {completion.request_id: completion for completion in [*early, *served.drain(number - len(early))]}
+        for partial in partials:
+            end, completion = len(partial.token_ids), whole[partial.request_id]
+            assert partial.finish_reason == "abort"
+            assert partial.token_ids == completion.token_ids[:end]
+            assert partial.behavior_logprobs == completion.behavior_logprobs[:end]
+            assert partial.token_versions == completion.token_versions[:end]
+        if any(len(set(partial.token_versions)) == 2 for partial in partials):
+            return
+    raise AssertionError("no update came in time")
+
+
+def test_a_request_with_a_partial_goes_on_after_it_as_from_a_clean_prefill(served: Served):
+    begun = [completion for completion in served.sample(12) if len(completion.token_ids) > 3]  # which did not end so early
+    partials = {c.request_id: Completion(c.request_id, c.token_ids[:3], [-9.0] * 3, [0] * 3, "abort") for c in begun}
+    before = served.engine.generated_tokens
+    requests = [dataclasses.replace(r, partial=partials[r.request_id]) for r in _requests(12) if r.request_id in partials]
+    served.engine.submit(requests)
+    completions = served.drain(len(requests))
+    for completion in completions:
+        assert completion.token_ids[:3] == partials[completion.request_id].token_ids
+        assert completion.behavior_logprobs[:3] == [-9.0] * 3
+        assert completion.token_versions == [0] * 3 + [served.newest] * (len(completion.token_ids) - 3)
+        assert len(completion.token_ids) <= BUDGET
+        _assert_equal(completion, _plain(served.models[served.newest], completion), slice(3, None))
+    assert served.engine.generated_tokens - before == sum(len(c.token_ids) - 3 for c in completions)
 
 
 # ---------------------------------------------------------------- deliveries that are refused
@@ -305,6 +363,12 @@ def test_a_chunk_damaged_on_its_way_is_refused_naming_the_tensor(served: Served,
 # ---------------------------------------------------------------- faults
 
 
+def test_a_running_engine_has_no_name_in_shared_memory_that_could_stay_behind(served: Served):
+    children = served.client._children
+    assert any("/dev/shm/psm_" in mapped.path for child in children for mapped in child.memory_maps())  # memory is shared
+    assert [shared_memory_of(child) for child in children] == [set()] * len(children)
+
+
 def test_signals_to_the_process_group_do_not_end_vllm(served: Served):
     for process in served.client._children:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -314,7 +378,7 @@ def test_signals_to_the_process_group_do_not_end_vllm(served: Served):
 
 def test_a_stopped_engine_times_out_and_is_ended_without_a_trace(served: Served):
     client = served.client
-    children, shared, sockets = list(client._children), set(client._shared), client._folder
+    children, sockets = list(client._children), client._folder
     assert len(children) >= 2
     for process in children:
         process.suspend()
@@ -323,18 +387,18 @@ def test_a_stopped_engine_times_out_and_is_ended_without_a_trace(served: Served)
     with pytest.raises(WeightSyncError, match=r"version 99 within 0\.5 s"):
         served.engine.finish_update(0.5)
     started = time.monotonic()
-    with pytest.raises(EngineError, match=r"within 10\.0 s, and did not"):
+    with pytest.raises(EngineDiedError, match=r"within 10\.0 s, and did not"):
         while not served.engine.completions(60.0):
             pass
     assert time.monotonic() - started < 30.0
+    assert served.engine.silent_s > 10.0
     served.engine.stop()
     assert time.monotonic() - started < 45.0
-    _assert_gone(children, shared, sockets)
+    _assert_gone(children, sockets)
 
 
-def _assert_gone(children: list[psutil.Process], shared: set[str], sockets: str) -> None:
+def _assert_gone(children: list[psutil.Process], sockets: str) -> None:
     assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
-    assert [file for file in shared if Path("/dev/shm", file).exists()] == []
     assert not Path(sockets).exists()
 
 
@@ -367,18 +431,22 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(rounded: Ser
 
 def test_a_killed_engine_ends_every_call_with_its_death_and_leaves_nothing(rounded: Served):
     client = rounded.client
-    children, shared, sockets = list(client._children), set(client._shared), client._folder
-    rounded.engine.submit(_requests(200))
+    children, sockets = list(client._children), client._folder
+    rounded.engine.submit(_requests(4000))
+    rounded.engine.completions(60.0)
     children[0].kill()
     started = time.monotonic()
-    with pytest.raises(EngineError, match="engine process died"):
+    with pytest.raises(EngineDiedError, match="engine process died"):
         while True:
             rounded.engine.completions(60.0)
     assert time.monotonic() - started < 10.0
-    with pytest.raises(EngineError, match="engine process died"):
+    with pytest.raises(EngineDiedError, match="engine process died"):
         rounded.engine.begin_update(5, named_weights(rounded.models[0]))
+    partials = rounded.engine.partial_completions()
+    assert 1 <= len(partials) <= 6  # 4 slots, and 2 more at vLLM
     rounded.engine.stop()
-    _assert_gone(children, shared, sockets)
+    assert rounded.engine.partial_completions() == partials
+    _assert_gone(children, sockets)
 
 
 def test_a_model_that_vllm_fails_to_load_is_an_engine_error_with_the_worker_s_own_words(tmp_path: Path, folder: str):
@@ -387,9 +455,11 @@ def test_a_model_that_vllm_fails_to_load_is_an_engine_error_with_the_worker_s_ow
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     before = _processes()
-    with pytest.raises(EngineError, match=r"model\.norm\.weight"):
+    with _shared_meanwhile() as shared, pytest.raises(EngineError, match=r"model\.norm\.weight"):
         _start(str(tmp_path), kv_cache_gib=0.05)
     assert _processes() == before
+    assert shared
+    assert [name for name in shared if Path("/dev/shm", name).exists()] == []
 
 
 def test_a_start_that_takes_too_long_is_an_error_that_names_the_key_and_leaves_no_process(folder: str):
@@ -412,6 +482,53 @@ def _processes() -> set[psutil.Process]:
     return descendants
 
 
+@contextlib.contextmanager
+def _shared_meanwhile() -> Iterator[set[str]]:
+    """Names in shared memory of this process's descendants."""
+    names: set[str] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.1):
+            for process in _processes():
+                names.update(shared_memory_of(process))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield names
+    finally:
+        over.set()
+        thread.join()
+
+
+TRAINER = """
+import sys
+from lit_asyncrl.generation.vllm import VLLMEngine
+if __name__ == "__main__":
+    engine = VLLMEngine(num_slots=4, kv_cache_gib=0.05)
+    print("starting", flush=True)
+    try:
+        engine.start(sys.argv[1], eos_token_ids=[1], probe_ids=[3, 4], max_model_len=128)
+    finally:
+        engine.stop()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_trainer_that_ends_while_vllm_starts_leaves_no_process_and_no_shared_memory(folder: str, number: int):
+    with _shared_meanwhile() as shared, subprocess.Popen([sys.executable, "-c", TRAINER, folder]) as trainer:
+        deadline = time.monotonic() + 120.0
+        while not shared and time.monotonic() < deadline:
+            time.sleep(0.05)
+        descendants = psutil.Process(trainer.pid).children(recursive=True)
+        trainer.send_signal(number)
+        trainer.wait(60.0)
+    assert shared
+    assert psutil.wait_procs(descendants, timeout=30.0)[1] == []
+    assert [name for name in shared if Path("/dev/shm", name).exists()] == []
+
+
 def test_a_killed_trainer_leaves_no_vllm(folder: str):
     code = f"""
 import json, time
@@ -425,23 +542,23 @@ if __name__ == "__main__":
     engine.finish_update(60.0)
     engine.submit([GenerationRequest(i, (5,), SamplingParams(max_new_tokens=100), i) for i in range(100_000)])
     client = engine._backend._client
-    print("started", json.dumps([[c.pid for c in client._children], sorted(client._shared), client._folder]), flush=True)
+    print("started", json.dumps([[c.pid for c in client._children], client._folder]), flush=True)
     time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         line = next(line for line in trainer.stdout if line.startswith("started"))
-        pids, shared, sockets = json.loads(line.removeprefix("started"))
+        pids, sockets = json.loads(line.removeprefix("started"))
         children = [psutil.Process(pid) for pid in pids]
         assert len(children) >= 2
         trainer.kill()
     deadline = time.monotonic() + 20.0
     while time.monotonic() < deadline:
         with contextlib.suppress(AssertionError):
-            _assert_gone(children, set(shared), sockets)
+            _assert_gone(children, sockets)
             return
         time.sleep(0.1)
-    _assert_gone(children, set(shared), sockets)
+    _assert_gone(children, sockets)
 
 
 # ---------------------------------------------------------------- a real model

@@ -16,17 +16,18 @@ PACKAGE = "lit_asyncrl"
 
 # Lower layers know nothing of higher ones. Parts of one layer that are separate packages never import each other.
 LAYERS = (
-    {"types", "errors", "strict_yaml", "timing"},
-    {"interfaces", "supervisor", "policy"},
+    {"types", "errors", "strict_yaml", "timing", "waits"},
+    {"interfaces", "supervisor", "watchdog", "policy"},
     {"algorithm"},
     {"tasks", "generation", "pool"},
-    {"evaluation", "simulation"},
-    {"module", "checkpoints", "checks", "datamodule", "loaders", "callbacks"},
+    {"evaluation", "simulation", "recording"},
+    {"module", "checkpoint_io", "checkpoints", "checks", "datamodule", "loaders", "callbacks"},
     {"planning"},
     {"cli"},
+    {"__main__"},
 )
 SIBLINGS = ("tasks", "generation", "pool")
-LIGHTNING_OWNERS = {"module", "datamodule", "callbacks", "planning", "cli"}
+LIGHTNING_OWNERS = {"module", "checkpoint_io", "checkpoints", "datamodule", "callbacks", "planning", "cli"}
 
 
 def _sources() -> list[Path]:

@@ -88,6 +88,21 @@ def test_a_group_that_becomes_too_old_between_two_updates_is_left_out(policy, tm
     assert watch.batches[0][1]["batch/groups_over_age"] == 1
     assert watch.batches[0][1]["pool/policy_age_max"] == 1
     assert module.policy_version == 2
+    assert ledger_of(data) == {"trained": 3, "over_age": 1}
+
+
+def ledger_of(data) -> dict[str, int]:
+    """Settled prompts by reason, else by state."""
+    return {row.reason or row.state: row.prompts for row in data.pool.ledger.rows() if row.state in ("trained", "dropped")}
+
+
+@pytest.mark.parametrize(("removed", "expected"), [({0}, 2), ({1}, 2), ({0, 1}, 4)], ids=["first", "second", "both"])
+def test_groups_of_a_skipped_update_are_not_trained(policy, tmp_path, removed, expected):
+    data = make_data(batch_groups=4, max_policy_age=3)
+    fit(policy, tmp_path, Remove(removed), updates_per_batch=2, max_steps=2 + len(removed), data=data)
+    settled = ledger_of(data)
+    assert settled["skipped_update"] == expected
+    assert sum(row.prompts for row in data.pool.ledger.rows()) == data.pool.ledger.num_dispatched
 
 
 def test_the_proximal_policy_is_that_of_the_first_update(policy, tmp_path):

@@ -18,6 +18,7 @@ from lit_asyncrl.pool.sampler import FifoSampler
 from lit_asyncrl.supervisor import Supervisor
 from lit_asyncrl.tasks.digits import ReverseDigits
 from lit_asyncrl.types import Completion, Example, GenerationRequest, Prompt, SamplingParams
+from lit_asyncrl.waits import Changed
 
 GROUP_SIZE = 2
 BATCH_GROUPS = 3
@@ -107,7 +108,7 @@ class Run:
         """Until `number` groups are settled (dropped or failed)."""
         ledger = self.pool.ledger
         self.supervisor.wait_for(
-            threading.Condition(),
+            Changed(),
             lambda: ledger.count("dropped") + ledger.count("failed") >= number,
             timeout_s=TIMEOUT_S,
             who="test",
@@ -116,7 +117,7 @@ class Run:
 
     def wait_fault(self) -> BaseException:
         with pytest.raises(Exception) as caught:
-            self.supervisor.wait_for(threading.Condition(), lambda: False, timeout_s=TIMEOUT_S, who="test", what="a fault")
+            self.supervisor.wait_for(Changed(), lambda: False, timeout_s=TIMEOUT_S, who="test", what="a fault")
         return caught.value
 
 
@@ -314,7 +315,7 @@ def test_a_prompt_source_that_ends_gives_its_room_back():
     with Run(prompts=Prompts(BATCH_GROUPS)) as run:
         assert len(run.take()) == BATCH_GROUPS
         run.supervisor.wait_for(
-            threading.Condition(), lambda: run.worker.exhausted, timeout_s=TIMEOUT_S, who="test", what="the end of the prompts"
+            Changed(), lambda: run.worker.exhausted, timeout_s=TIMEOUT_S, who="test", what="the end of the prompts"
         )
         assert run.pool.stats()["reserved_groups"] == 0
 
@@ -322,14 +323,12 @@ def test_a_prompt_source_that_ends_gives_its_room_back():
 def test_outstanding_prompts_are_those_without_a_group_in_the_pool():
     respond_only_first = ShuffledEngine(answer, BATCH_GROUPS * GROUP_SIZE, lambda held: held[:GROUP_SIZE])
     with Run(engine=respond_only_first) as run:
-        run.supervisor.wait_for(
-            threading.Condition(), lambda: len(run.pool) == 1, timeout_s=TIMEOUT_S, who="test", what="one group"
-        )
-        with run.worker.frozen() as outstanding:
-            assert [p.group_id for p in outstanding] == [1, 2]
+        run.supervisor.wait_for(Changed(), lambda: len(run.pool) == 1, timeout_s=TIMEOUT_S, who="test", what="one group")
+        with run.worker.frozen():
+            assert [group.prompt.group_id for group in run.worker.open_groups()] == [1, 2]
 
 
-def test_stopping_ends_both_threads():
+def test_stopping_ends_every_thread():
     run = Run()
     before = threading.active_count()
     with run:
@@ -343,9 +342,7 @@ def test_the_engine_s_idle_time_counts_while_nothing_is_in_flight():
     with Run() as run:
         run.take()
         before = run.worker.idle_s
-        run.supervisor.wait_for(
-            threading.Condition(), lambda: run.worker.idle_s > before, timeout_s=TIMEOUT_S, who="test", what="idle time"
-        )
+        run.supervisor.wait_for(Changed(), lambda: run.worker.idle_s > before, timeout_s=TIMEOUT_S, who="test", what="idle time")
 
 
 def test_tokens_of_members_are_counted_before_their_group_is_complete():
@@ -353,7 +350,7 @@ def test_tokens_of_members_are_counted_before_their_group_is_complete():
     with Run(engine=first_of_each) as run:
         ledger = run.pool.ledger
         run.supervisor.wait_for(
-            threading.Condition(), lambda: ledger.tokens("in_flight") == 6, timeout_s=TIMEOUT_S, who="test", what="three members"
+            Changed(), lambda: ledger.tokens("in_flight") == 6, timeout_s=TIMEOUT_S, who="test", what="three members"
         )
         assert ledger.count("in_flight") == BATCH_GROUPS
 
@@ -371,8 +368,8 @@ def test_a_complete_group_waits_for_the_proof_of_the_weights_that_sampled_it():
     with Run(lambda request, version: answer(request, 1)) as run:
         run.pool.set_policy_version(1)
         run.supervisor.wait_for(
-            threading.Condition(),
-            lambda: len(run.worker._unproved) == BATCH_GROUPS,
+            Changed(),
+            lambda: len(run.worker._complete) == BATCH_GROUPS,
             timeout_s=TIMEOUT_S,
             who="test",
             what="groups",
@@ -387,8 +384,8 @@ def test_what_unproved_weights_sampled_fails_and_is_never_pooled():
     with run:
         run.pool.set_policy_version(1)
         run.supervisor.wait_for(
-            threading.Condition(),
-            lambda: len(run.worker._unproved) == BATCH_GROUPS,
+            Changed(),
+            lambda: len(run.worker._complete) == BATCH_GROUPS,
             timeout_s=TIMEOUT_S,
             who="test",
             what="groups",

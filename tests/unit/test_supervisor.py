@@ -8,7 +8,8 @@ import traceback
 import pytest
 
 from lit_asyncrl.errors import EngineError, StopRequested, WaitTimeoutError
-from lit_asyncrl.supervisor import Supervisor
+from lit_asyncrl.supervisor import CLOSED, Supervisor
+from lit_asyncrl.waits import Changed
 
 
 def _raise_deep_inside() -> None:
@@ -25,8 +26,7 @@ def _failed_supervisor() -> Supervisor:
 
 
 def _wait(supervisor: Supervisor, timeout_s: float = 5.0, **kwargs: object) -> None:
-    condition = threading.Condition()
-    supervisor.wait_for(condition, lambda: False, timeout_s=timeout_s, **({"who": "trainer", "what": "a batch"} | kwargs))
+    supervisor.wait_for(Changed(), lambda: False, timeout_s=timeout_s, **({"who": "trainer", "what": "a batch"} | kwargs))
 
 
 def test_no_fault_raises_nothing():
@@ -68,13 +68,20 @@ def test_the_first_stop_reason_is_kept():
     assert supervisor.stop_reason == "SIGTERM"
 
 
+def test_a_signal_is_the_reason_even_after_the_run_is_closed():
+    supervisor = Supervisor()
+    supervisor.request_stop(CLOSED)
+    supervisor.request_stop("SIGTERM")
+    assert supervisor.stop_reason == "SIGTERM"
+
+
 def test_a_wait_returns_when_its_predicate_holds_already():
     supervisor = Supervisor()
-    supervisor.wait_for(threading.Condition(), lambda: True, timeout_s=0.0, who="trainer", what="a batch")
+    supervisor.wait_for(Changed(), lambda: True, timeout_s=0.0, who="trainer", what="a batch")
 
 
 def test_a_wait_returns_when_another_thread_makes_its_predicate_true():
-    supervisor, condition, ready = Supervisor(), threading.Condition(), threading.Event()
+    supervisor, condition, ready = Supervisor(), Changed(), threading.Event()
 
     def produce() -> None:
         with condition:
@@ -101,7 +108,7 @@ def test_a_wait_that_times_out_names_the_other_waits_in_progress():
 
     def other() -> None:
         with pytest.raises(StopRequested):
-            supervisor.wait_for(threading.Condition(), predicate, timeout_s=10.0, who="rollout worker", what="room")
+            supervisor.wait_for(Changed(), predicate, timeout_s=10.0, who="rollout worker", what="room")
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -130,7 +137,7 @@ def test_a_fault_ends_a_wait_that_began_before_it():
 
     def wait() -> None:
         try:
-            supervisor.wait_for(threading.Condition(), predicate, timeout_s=30.0, who="trainer", what="a batch")
+            supervisor.wait_for(Changed(), predicate, timeout_s=30.0, who="trainer", what="a batch")
         except EngineError as error:
             caught.append(error)
 

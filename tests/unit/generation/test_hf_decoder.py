@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,67 @@ def test_a_decoder_that_recomputes_does_so_once_for_each_change_of_the_weights(m
         hook.remove()
     # Prompt; two steps; then the prompt and two tokens but the last, equal for both (greedy), so computed once; two steps.
     assert shapes == [(1, 2), (2, 1), (2, 1), (1, 4), (2, 1), (2, 1)]
+
+
+def _cut(completion: Completion, count: int) -> Completion:
+    """Its first `count` tokens, with log-probs and versions that no model gives: to be recognised, and left as they are."""
+    return Completion(99, completion.token_ids[:count], [-50.0 - i for i in range(count)], [7] * count, "abort")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_slots", [3, 64])
+def test_a_continued_response_has_the_tokens_of_the_unbroken_one(any_model: Any, count: int, num_slots: int):
+    requests = _requests(30)
+    unbroken = _run(_decoder(any_model), requests)
+    long_enough = [request for request in requests if len(unbroken[request.request_id].token_ids) > count]
+    assert len(long_enough) >= 3
+    continued = [replace(r, partial=_cut(unbroken[r.request_id], count)) for r in long_enough]
+    decoder = _decoder(any_model, num_slots)
+    answers = _run(decoder, continued)
+    for request in long_enough:
+        answer, whole = answers[request.request_id], unbroken[request.request_id]
+        assert (answer.token_ids, answer.finish_reason) == (whole.token_ids, whole.finish_reason)
+        assert answer.behavior_logprobs[:count] == [-50.0 - i for i in range(count)]
+        assert answer.token_versions == [7] * count + [0] * (len(whole.token_ids) - count)
+        torch.testing.assert_close(
+            torch.tensor(answer.behavior_logprobs[count:]), torch.tensor(whole.behavior_logprobs[count:]), atol=1e-4, rtol=0
+        )
+    assert decoder.num_tokens == sum(len(unbroken[r.request_id].token_ids) - count for r in long_enough)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "reason"), [([5, 6, 1], "stop"), ([2], "stop"), ([5, 6, 7, 8], "length"), ([5, 6, 7, 8, 9], "length")]
+)
+def test_a_partial_that_has_ended_is_the_answer(model: Any, token_ids: list[int], reason: str):
+    partial = Completion(3, token_ids, [-1.0] * len(token_ids), [4] * len(token_ids), "abort")
+    decoder = _decoder(model)
+    decoder.submit([GenerationRequest(0, (3,), SamplingParams(max_new_tokens=4), 0, partial=partial)])
+    assert decoder.step(version=9) == [replace(partial, request_id=0, finish_reason=reason)]
+    assert (decoder.has_work, decoder.num_tokens) == (False, 0)
+
+
+def test_increments_and_finished_responses_together_are_every_token_once(model: Any):
+    requests = _requests(30)
+    unbroken = _run(_decoder(model), requests)
+    decoder = _decoder(model)
+    carried = {r.request_id: min(2, len(unbroken[r.request_id].token_ids) - 1) for r in requests[::3]}
+    decoder.submit(
+        [
+            replace(r, partial=_cut(unbroken[r.request_id], carried[r.request_id])) if carried.get(r.request_id) else r
+            for r in requests
+        ]
+    )
+    known = {r.request_id: unbroken[r.request_id].token_ids[: carried.get(r.request_id, 0)] for r in requests}
+    steps = 0
+    while decoder.has_work:
+        for completion in decoder.step(version=0):
+            assert completion.token_ids[: len(known[completion.request_id])] == known.pop(completion.request_id)
+        steps += 1
+        if steps % 3 == 0:
+            increments = decoder.take_increments()
+            ids = iter(increments.token_ids.tolist())
+            for request_id, length in zip(increments.request_ids, increments.lengths, strict=True):
+                known[request_id] = known[request_id] + [next(ids) for _ in range(length)]
+            partials = {partial.request_id: partial.token_ids for partial in decoder.partial_completions()}
+            assert partials == {request_id: ids for request_id, ids in known.items() if ids}
+    assert known == {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_asyncrl.errors import ConfigurationError, EngineError, WeightSyncError
+from lit_asyncrl.errors import ConfigurationError, EngineDiedError, EngineError, WeightSyncError
 from lit_asyncrl.generation import vllm_backend
 from lit_asyncrl.generation.vllm import VLLMEngine
 from lit_asyncrl.generation.vllm_backend import BackendSettings, VLLMBackend
@@ -66,7 +66,7 @@ class FakeVLLM:
                 sampled.token_ids.append(TOKEN)
                 sampled.logprobs.append(-0.5)
                 sampled.versions.append(parse_version(self.label))
-                begun()
+                begun(lambda: Sampled(list(sampled.token_ids), list(sampled.logprobs), list(sampled.versions), ""))
             await asyncio.sleep(0.001)
         del self._live[request_id]
         self._running.discard(request_id)
@@ -341,6 +341,79 @@ def test_training_tokens_are_counted_and_evaluation_tokens_are_not(vllm: FakeVLL
     assert backend.generated_tokens == 12
 
 
+# ---------------------------------------------------------------- parts of responses
+
+
+def _tokens(count: int, token: int = 9, version: int = 3) -> Completion:
+    return Completion(0, [token] * count, [-0.25] * count, [version] * count, "abort")
+
+
+def _partial_request(partial: Completion, max_new_tokens: int = 6) -> GenerationRequest:
+    return GenerationRequest(0, PROMPT, SamplingParams(max_new_tokens=max_new_tokens), 0, partial=partial)
+
+
+def test_unfinished_training_responses_are_given_with_the_version_of_every_token(vllm: FakeVLLM, start: Start):
+    backend = start()
+    _update(backend, 0)
+    _stand_at(vllm, backend, 2, 2)
+    _until(lambda: backend.generated_tokens == 4)
+    _update(backend, 1)
+    vllm.limit = 3
+    _until(lambda: backend.generated_tokens == 6)
+    partials = sorted(backend.partial_completions(), key=lambda partial: partial.request_id)
+    assert partials == [Completion(i, [TOKEN] * 3, [-0.5] * 3, [0, 0, 1], "abort") for i in range(2)]
+
+
+def test_responses_without_a_token_and_evaluation_responses_are_not_among_the_partial_ones(vllm: FakeVLLM, start: Start):
+    backend = start()
+    _update(backend, 0)
+    vllm.limit = 1
+    backend.submit(_requests([5], purpose="evaluation"))
+    _until(lambda: bool(backend._requests._begun))
+    vllm.limit = 0
+    backend.submit(_requests([0, 1]))
+    _until(lambda: len(vllm._live) == 3)
+    assert backend.partial_completions() == []
+
+
+def test_partial_responses_outlive_the_engine_s_death_and_stop_and_stay_counted(vllm: FakeVLLM, start: Start):
+    backend = start()
+    _update(backend, 0)
+    _stand_at(vllm, backend, 2, 2)
+    _until(lambda: backend.generated_tokens == 4)
+    vllm.faults["generate"] = EngineDiedError("killed")
+    with pytest.raises(EngineDiedError, match="killed"):
+        backend.take("train", 10.0)
+    for _ in range(2):
+        assert sorted((p.request_id, len(p.token_ids)) for p in backend.partial_completions()) == [(0, 2), (1, 2)]
+        assert backend.generated_tokens == 4
+        backend.stop()
+
+
+def test_a_request_goes_on_after_its_partial_with_the_rest_of_its_budget_and_a_moved_seed(vllm: FakeVLLM, start: Start):
+    backend = start()
+    _update(backend, 4)
+    backend.submit([_partial_request(_tokens(2))])
+    (completion,) = _drain(backend, 1)
+    assert completion == Completion(0, [9, 9] + [TOKEN] * 4, [-0.25] * 2 + [-0.5] * 4, [3, 3] + [4] * 4, "length")
+    _, prompt, params, _, _ = vllm.sent[0]
+    assert prompt == [*PROMPT, 9, 9]
+    assert params["max_tokens"] == 4
+    assert params["seed"] == (2 * 0x9E3779B97F4A7C15) % 2**63
+    assert backend.generated_tokens == 4  # the two were sampled by another engine
+
+
+@pytest.mark.parametrize(("partial", "reason"), [(_tokens(6), "length"), (_tokens(2, token=EOS), "stop")])
+def test_a_partial_that_has_ended_is_answered_as_it_is(vllm: FakeVLLM, start: Start, partial: Completion, reason: str):
+    backend = start()
+    _update(backend, 4)
+    backend.submit([_partial_request(partial)])
+    (completion,) = _drain(backend, 1)
+    assert (completion.token_ids, completion.token_versions) == (partial.token_ids, partial.token_versions)
+    assert completion.finish_reason == reason
+    assert vllm.sent == []
+
+
 # ---------------------------------------------------------------- deliveries that fail
 
 
@@ -433,13 +506,32 @@ def test_an_engine_that_hangs_in_an_update_is_given_up_after_the_response_timeou
         backend.finish_update(10.0)
 
 
+def test_an_engine_without_any_sign_of_life_in_an_update_has_died(vllm: FakeVLLM, start: Start, monkeypatch: pytest.MonkeyPatch):
+    backend = start(response_timeout_s=0.1)
+    monkeypatch.setattr(vllm_backend, "HEARTBEAT_S", 0.1)
+    vllm.faults |= {"pause": None, "resume": None, "version": None}
+    backend.begin_update(1, {})
+    with pytest.raises(EngineDiedError, match=r"within 0\.1 s, and did not"):
+        backend.finish_update(10.0)
+
+
+def test_silence_is_counted_from_the_last_answer(vllm: FakeVLLM, start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vllm_backend, "HEARTBEAT_S", 0.01)
+    backend = start()
+    vllm.faults["version"] = None
+    _until(lambda: backend.silent_s > 0.2)
+    vllm.faults.clear()
+    backend.set_paused(False)
+    assert backend.silent_s < 0.1
+
+
 def test_a_hang_is_noticed_by_the_heartbeat_though_nobody_waits_for_an_answer(
     vllm: FakeVLLM, start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(vllm_backend, "HEARTBEAT_S", 0.01)
     backend = start(response_timeout_s=0.1)
     vllm.faults["version"] = None
-    with pytest.raises(EngineError, match=r"sign of life within 0\.1 s"):
+    with pytest.raises(EngineDiedError, match=r"sign of life within 0\.1 s"):
         backend.take("train", 10.0)
     with pytest.raises(EngineError, match="sign of life"):
         backend.submit(_requests([0]))
@@ -449,11 +541,9 @@ def test_a_death_ends_an_update_that_drains(vllm: FakeVLLM, start: Start, monkey
     monkeypatch.setattr(vllm_backend, "HEARTBEAT_S", 0.01)
     backend = start("wait", response_timeout_s=0.1)
     _stand_at(vllm, backend, 2, 2)
-    backend._update = backend._sync.submit(backend._deliver, 1, {}, threading.Event())
-    backend._pending_version = 1
-    _until(lambda: ("pause", "wait", False) in vllm.asked)
-    vllm.faults["version"] = None
-    with pytest.raises(WeightSyncError, match="sign of life"):
+    threading.Timer(0.05, lambda: vllm.faults.update({"version": None})).start()
+    backend.begin_update(1, {})
+    with pytest.raises(EngineDiedError, match="sign of life"):
         backend.finish_update(10.0)
 
 

@@ -92,6 +92,7 @@ def test_the_account_round_trips_and_interrupted_tokens_stay_counted() -> None:
     assert sum(row.tokens for row in ledger.rows()) == 5 + 10 + 20 + 30 + 40 + 2
     assert ledger.tokens("dropped", "interrupted") == 15
     assert (ledger.tokens("in_flight"), ledger.tokens("waiting")) == (0, 20)
+    assert ledger.count("pending") == 2
 
 
 def test_the_table_ends_with_the_sum() -> None:
@@ -121,6 +122,36 @@ def test_tokens_of_unfinished_responses_are_interrupted_after_a_resume() -> None
     ledger = Ledger()
     ledger.load_state_dict(lived_ledger().state_dict(unfinished_tokens=4))
     assert ledger.tokens("dropped", "interrupted") == 15 + 4
+
+
+def test_carried_tokens_stay_with_their_group_and_only_lost_ones_are_interrupted() -> None:
+    # group 0: 5 collected, 3 more in a partial response, all carried; group 1: 6 of its 10 carried; 4 unfinished, of which 3 carried
+    ledger = Ledger()
+    ledger.load_state_dict(lived_ledger().state_dict(unfinished_tokens=4, carried={0: 8, 1: 6}))
+    assert ledger.tokens("pending") == 14
+    assert ledger.tokens("dropped", "interrupted") == (5 + 10 + 4) - 14
+    assert ledger.num_tokens == 107 + 4
+    ledger.move(0, "in_flight", tokens=8)
+    assert ledger.num_tokens == 107 + 4
+
+
+def test_carried_tokens_that_cannot_be_used_are_interrupted() -> None:
+    ledger = Ledger()
+    ledger.load_state_dict(lived_ledger().state_dict(carried={0: 5, 1: 10}))
+    ledger.interrupt()
+    assert (ledger.tokens("pending"), ledger.tokens("dropped", "interrupted")) == (0, 15)
+    assert ledger.num_tokens == 107
+
+
+def test_the_outcomes_of_open_groups_round_trip() -> None:
+    ledger, again = Ledger(), Ledger()
+    ledger.move(0, "waiting", tokens=40, outcome=GroupOutcome(2, 40, 1.5, 1))
+    ledger.move(1, "waiting", tokens=4)
+    again.load_state_dict(ledger.state_dict())
+    for each in (ledger, again):
+        each.move_all([0, 1], "in_training")
+        each.move_all([0, 1], "trained")
+    assert again.bias.means() == ledger.bias.means()
 
 
 def test_a_prompt_that_is_to_be_sent_again_is_pending_until_it_is_in_flight() -> None:

@@ -1,0 +1,182 @@
+"""Lightning's plugin that writes checkpoints atomically and beside the training."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor
+
+from lit_asyncrl.checkpoints import read_checkpoint, write_checkpoint
+from lit_asyncrl.errors import CheckpointError
+from lit_asyncrl.waits import Changed, start_thread
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+WRITE_TIMEOUT_S = 600.0
+"""Longest time, in seconds, that a write beside the training may take until the next one, or the run's end."""
+
+MAX_WRITES = 2
+"""Files under way at most: each holds a copy of the weights and of the optimizer's state."""
+
+_POOL_KEY = "RolloutDataModule"  # the datamodule's snapshot: made anew for each checkpoint, never changed
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's plugin for checkpoint files: what has the file's name is always a whole checkpoint.
+
+    A checkpoint is written to a temporary file in the same folder, which is synchronised with the disk and then takes the name;
+    a fault leaves the previous file as it was. While `beside` holds, only tensors that training changes are copied at once, and
+    a thread writes the file. At most two files are under way (a ModelCheckpoint with `save_last` saves twice at an update); a
+    third save waits. An error is raised by the next save or by `teardown`, which waits. Runs need not ask for the plugin:
+    `RolloutDataModule.setup` puts it in the place of Lightning's default. URLs are left to Lightning.
+
+    Args:
+        beside: whether a save may return before the file is written; by default never.
+    """
+
+    def __init__(self, beside: Callable[[], bool] = lambda: False) -> None:
+        self._beside = beside
+        self._changed = Changed()
+        self._jobs: deque[tuple[Any, dict[str, Any] | None]] = deque()  # path and content; None: to be removed
+        self._error: Exception | None = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint, after those before it.
+
+        Raises:
+            CheckpointError: it could not be written, or one before it; names path and cause.
+        """
+        if _is_url(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+        elif self._beside() and _fits_twice(checkpoint):
+            self.wait(num_left=MAX_WRITES - 1)
+            copies: dict[tuple[Any, ...], Tensor] = {}
+            self._enqueue(path, {key: value if key == _POOL_KEY else _copied(value, copies) for key, value in checkpoint.items()})
+        else:
+            self.wait()
+            write_checkpoint(checkpoint, path)
+
+    def _enqueue(self, path: Any, content: dict[str, Any] | None) -> None:
+        with self._changed:
+            self._jobs.append((path, content))
+            if len(self._jobs) == 1:
+                start_thread(self._work, "checkpoint-writer")
+
+    def _work(self) -> None:
+        """Do the jobs in order. Files are not removed after a failed write: they may be the only whole ones."""
+        while True:
+            path, content = self._jobs[0]
+            error = None
+            try:
+                if content is not None:
+                    write_checkpoint(content, path)
+                elif self._error is None:
+                    super().remove_checkpoint(path)
+            except Exception as fault:  # noqa: BLE001 - raised in the trainer's thread
+                error = fault
+            with self._changed:
+                self._error = self._error or error
+                self._jobs.popleft()
+                self._changed.notify_all()
+                if not self._jobs:
+                    return
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way."""
+        return bool(self._jobs)
+
+    def wait(self, num_left: int = 0) -> None:
+        """Until no more than `num_left` writes are under way.
+
+        Raises:
+            CheckpointError: one failed, or takes longer than ten minutes.
+        """
+
+        def done() -> bool:
+            return sum(content is not None for _, content in self._jobs) <= num_left and bool(num_left or not self._jobs)
+
+        with self._changed:
+            if not self._changed.wait_until(done, WRITE_TIMEOUT_S):
+                raise CheckpointError(
+                    f"Checkpoint {str(self._jobs[0][0])!r} must be written within {WRITE_TIMEOUT_S:.0f} s, got no end of it. "
+                    "Look at the disk or its network."
+                )
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint to the CPU; see `read_checkpoint`. Code in it never runs, whatever `weights_only` says."""
+        if _is_url(path):
+            return super().load_checkpoint(path, map_location, weights_only=True)
+        self.wait()
+        return read_checkpoint(str(path))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file; not before the ones that take its place are whole."""
+        with self._changed:
+            if self._jobs:
+                self._jobs.append((path, None))
+                return
+        super().remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait for the last write, at the end of a run. After an exception, a failed write is only warned of."""
+        in_fault = sys.exc_info()[0] is not None
+        try:
+            self.wait()
+        except Exception as error:
+            if not in_fault:
+                raise
+            warnings.warn(f"{error}", stacklevel=2)
+
+
+def install_atomic_io(trainer: Trainer) -> None:
+    """Give a trainer the plugin, unless its user chose another one."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO(beside=lambda: trainer.training)
+
+
+def _is_url(path: Any) -> bool:
+    return "://" in str(path)
+
+
+def _copied(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+    """The same with copies of all tensors on the CPU; tied ones stay tied."""
+    if isinstance(value, Tensor):
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+    if isinstance(value, dict):
+        return type(value)((key, _copied(item, copies)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, copies) for item in value)
+    return value
+
+
+def _fits_twice(checkpoint: dict[str, Any]) -> bool:
+    """Whether copies of the tensors that training changes take no more than half of the memory that is available."""
+
+    def size(value: Any) -> int:
+        if isinstance(value, Tensor):
+            return value.nbytes
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return sum(map(size, items))
+
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        return 2 * sum(size(value) for key, value in checkpoint.items() if key != _POOL_KEY) <= available
+    return False

@@ -1,0 +1,1 @@
+"""Records an asynchronous run, and trains a recorded run again with bit-equal weights."""
