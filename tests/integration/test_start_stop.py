@@ -62,7 +62,8 @@ class Things:
         self.children = self.process.children(recursive=True)
         self.num_fds = self.process.num_fds()
         self.sockets = sorted(path for path in self._links() if path.startswith(("socket:", "pipe:", "/memfd:")))
-        self.shared = set(Path("/dev/shm").iterdir())
+        # Other programs of the machine use it too: Python's multiprocessing, which nothing here does, names its own so.
+        self.shared = {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
         self.temporary = set(Path(tempfile.gettempdir()).iterdir())
 
     def _links(self) -> list[str]:
@@ -98,6 +99,14 @@ def assert_nothing_left(before: Things) -> None:
     assert after.sockets == before.sockets
     assert after.shared <= before.shared
     assert after.temporary - before.temporary == set()
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path_factory, monkeypatch):
+    """Of this process and its children, so that what others leave in the machine's does not count."""
+    folder = str(tmp_path_factory.mktemp("temporary"))
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
 
 
 @pytest.fixture(scope="module")

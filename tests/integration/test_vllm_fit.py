@@ -1,4 +1,4 @@
-"""Whole runs with vLLM: the main job learns as with the embedded engine; a killed or hung engine ends `fit` with the cause."""
+"""Whole runs with vLLM: the main job learns as with the embedded engine; a killed engine is started anew, or ends `fit`."""
 
 import json
 import os
@@ -20,18 +20,21 @@ PROGRAM = Path(sys.executable).with_name("lit-asyncrl")
 START_S = 300.0
 SHORT = """
 trainer:
-  max_steps: 100000
+  max_steps: {max_steps}
   val_check_interval: 100000
-  callbacks+:
+  callbacks:
     - class_path: AsyncRollout
       init_args:
+        max_restarts: {max_restarts}
         engine:
           class_path: VLLMEngine
-          init_args: {num_slots: 24, response_timeout_s: 10}
+          init_args: {{num_slots: 24, response_timeout_s: 10}}
+    - class_path: EssLrScale
+    - class_path: RunReport
 data:
   save_rollouts: rollouts
   evaluation:
-    heldout: {num_prompts: 16, final_num_prompts: 16}
+    heldout: {{num_prompts: 16, final_num_prompts: 16}}
 """
 CONFIGS = ("--config", "vcpo", "--config", "engine/vllm")
 
@@ -78,7 +81,7 @@ def test_the_main_job_learns_with_vllm_as_with_the_embedded_engine(tmp_path: Pat
     ("number", "cause"), [(signal.SIGKILL, "vLLM"), (signal.SIGSTOP, "sign of life|has not answered")], ids=["killed", "hung"]
 )
 def test_a_lost_engine_ends_the_run_with_its_cause_and_leaves_nothing(tmp_path: Path, number: int, cause: str):
-    (tmp_path / "short.yaml").write_text(SHORT)
+    (tmp_path / "short.yaml").write_text(SHORT.format(max_steps=100000, max_restarts=0))
     with fit(tmp_path, "--config", "short.yaml") as process:
         core = vllm_core(process, tmp_path)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -88,3 +91,21 @@ def test_a_lost_engine_ends_the_run_with_its_cause_and_leaves_nothing(tmp_path: 
         assert time.monotonic() - lost < 40.0  # the engine's 10 s, and the end of everything
     assert re.search(cause, (tmp_path / "fit.log").read_text())
     assert leftovers(children) == []
+
+
+def test_a_killed_engine_is_started_anew_and_the_run_goes_on_to_its_end(tmp_path: Path):
+    (tmp_path / "short.yaml").write_text(SHORT.format(max_steps=40, max_restarts=1))
+    with fit(tmp_path, "--config", "short.yaml") as process:
+        core = vllm_core(process, tmp_path)
+        core.kill()
+        code = process.wait(START_S)
+    log = (tmp_path / "fit.log").read_text()
+    assert code == 0, log[-3000:]
+    assert "started anew (1 of 1)" in log
+    summary = json.loads(next(tmp_path.glob("runs/vcpo/*/summary.json")).read_text())
+    assert summary["policy_version"] == 40
+    ledger = summary["ledger"]
+    assert (
+        sum(row["tokens"] for row in ledger.values())
+        == summary["generated_tokens"] + ledger.get("dropped: interrupted", {"tokens": 0})["tokens"]
+    )

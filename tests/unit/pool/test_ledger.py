@@ -125,7 +125,7 @@ def test_tokens_of_unfinished_responses_are_interrupted_after_a_resume() -> None
 
 
 def test_carried_tokens_stay_with_their_group_and_only_lost_ones_are_interrupted() -> None:
-    # group 0: 5 collected, 3 more in a partial response, all carried; group 1: 6 of its 10 carried; 4 unfinished, of which 3 carried
+    # group 0: 5 collected, 3 more in a partial response, all carried; group 1: 6 of its 10 carried; of 4 unfinished, 3 carried
     ledger = Ledger()
     ledger.load_state_dict(lived_ledger().state_dict(unfinished_tokens=4, carried={0: 8, 1: 6}))
     assert ledger.tokens("pending") == 14
