@@ -179,6 +179,7 @@ def test_a_transport_that_blocks_the_trainer_is_a_stall_that_names_its_line(fit,
     )
 
 
+@pytest.mark.slow
 def test_an_engine_process_that_stands_still_ends_the_run_after_sync_timeout_s(fit):
     class StandStill(pl.Callback):
         def on_before_optimizer_step(self, trainer, *_):
@@ -303,6 +304,7 @@ def test_a_task_that_raises_ends_the_run_with_its_own_error(fit):
     assert "Raised in lit-asyncrl's rollout dispatcher." in caught.value.__notes__
 
 
+@pytest.mark.slow
 def test_a_task_that_blocks_is_a_stall_that_names_its_line(fit, held):
     task = Task(held)
     fit(

@@ -177,7 +177,8 @@ def test_prompts_that_were_sent_again_are_sent_again_under_their_ids(policy, tmp
     assert data.pool.ledger.count("dropped", "zero variance") > 0 and weights
     replayed, again = fit(policy, tmp_path, inline_rollout(replay_run=path), **settings)
     assert_bit_equal(weights, again)
-    assert replayed.pool.ledger.count("dropped", "zero variance") == data.pool.ledger.count("dropped", "zero variance")
+    # Those dropped after the last batch depend on when a run ends.
+    assert 0 < replayed.pool.ledger.count("dropped", "zero variance") <= data.pool.ledger.count("dropped", "zero variance")
 
 
 def test_groups_that_lost_members_replay_too(policy, tmp_path):

@@ -90,7 +90,7 @@ def _drain(engine: RestartingEngine, count: int) -> list[Completion]:
     return sorted(finished, key=lambda completion: completion.request_id)
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize("fault", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_an_engine_that_dies_in_mid_response_goes_on_where_it_was(
     engine: RestartingEngine, inner: HFEngine, models: list[Any], fault: str
 ):
@@ -129,6 +129,7 @@ def test_an_engine_that_dies_in_mid_response_goes_on_where_it_was(
     assert engine.generated_tokens == sum(len(completion.token_ids) for completion in completions)
 
 
+@pytest.mark.slow
 def test_the_publisher_brings_the_weights_again_and_responses_are_those_of_an_unbroken_run(
     engine: RestartingEngine, inner: HFEngine, models: list[Any], folder: str
 ):
@@ -165,6 +166,7 @@ def test_the_error_of_a_dead_process_says_that_it_died(inner: HFEngine, folder: 
     inner.stop()
 
 
+@pytest.mark.slow
 def test_an_idle_engine_gives_signs_of_life_and_a_stopped_one_does_not(inner: HFEngine, folder: str):
     inner.start(folder, eos_token_ids=EOS_IDS, probe_ids=tiny_models.PROBE_IDS, max_model_len=128)
     _until(lambda: inner.silent_s > 0.5)

@@ -240,6 +240,7 @@ def kill_tree(process: subprocess.Popen) -> None:
     psutil.wait_procs(tree, timeout=RUN_S)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_random_trains_every_prompt_once(policy, tmp_path):
     random.seed(3)
     result = tmp_path / "result.json"

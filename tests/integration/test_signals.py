@@ -197,7 +197,9 @@ def test_a_killed_engine_ends_the_run_with_its_cause_in_seconds(policy, tmp_path
                 self.at = time.monotonic()
 
     killer = Kill()
-    rollout = AsyncRollout(engine=HFEngine(num_slots=8), evaluate_first=False, evaluate_last=False, trainer_threads=1)
+    rollout = AsyncRollout(
+        engine=HFEngine(num_slots=8), max_restarts=0, evaluate_first=False, evaluate_last=False, trainer_threads=1
+    )
     trainer = make_trainer(tmp_path, [rollout, killer], max_steps=10_000)
     with pytest.raises(EngineError, match="SIGKILL"):
         trainer.fit(make_module(policy), make_data(max_policy_age=2))

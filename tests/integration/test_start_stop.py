@@ -115,12 +115,14 @@ def warm(policy, tmp_path_factory):
     run(policy, tmp_path_factory.mktemp("warm"), "inline")
 
 
+@pytest.mark.slow
 def test_a_run_that_succeeds_leaves_nothing(warm, policy, tmp_path):
     before = Things()
     run(policy, tmp_path, "process")
     assert_nothing_left(before)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_leaves_nothing(warm, policy, tmp_path):
     before = Things()
     with pytest.raises(RewardError):
@@ -128,6 +130,7 @@ def test_a_run_that_fails_leaves_nothing(warm, policy, tmp_path):
     assert_nothing_left(before)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_leaves_nothing(warm, policy, tmp_path):
     before = Things()
     run(policy, tmp_path, "process", Interrupt())
