@@ -9,6 +9,7 @@ lit-asyncrl plan --config vcpo                                 # predicted stale
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -216,14 +217,18 @@ class AsyncRLCLI(LightningCLI):
 
 
 def join_rollouts(callbacks: Any) -> Any:
-    """One AsyncRollout of several: the first, with the engine of the last.
+    """One AsyncRollout of several: the first, with what the later ones set to something else than its default.
 
     So a file of `configs/engine` can append (`callbacks+`) an AsyncRollout that holds an engine, and leave the rest alone.
     """
     rollouts = [c for c in callbacks or () if getattr(c, "class_path", "").rpartition(".")[2] == AsyncRollout.__name__]
     if len(rollouts) < 2:
         return callbacks
-    rollouts[0].init_args.engine = rollouts[-1].init_args.engine
+    defaults = {name: p.default for name, p in inspect.signature(AsyncRollout).parameters.items()}
+    for extra in rollouts[1:]:
+        for name, value in vars(extra.init_args).items():
+            if value != defaults.get(name):
+                setattr(rollouts[0].init_args, name, value)
     return [c for c in callbacks if not any(c is extra for extra in rollouts[1:])]
 
 

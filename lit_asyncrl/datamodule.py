@@ -6,6 +6,7 @@ not fetch ahead), with PACE's re-scoring done by the policy that is about to be 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -127,6 +128,7 @@ class RolloutDataModule(LightningDataModule):
         self._carried: dict[int, list[Completion]] = {}
         self.batch_ids: list[int] = []
         self.while_waiting: Callable[[], object] = lambda: None
+        self._fresh_sampler = copy.deepcopy(self.sampler.state_dict())
         self._prepared_for: PolicyModule | None = None
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         check_data(self)
@@ -171,6 +173,7 @@ class RolloutDataModule(LightningDataModule):
         self.worker = None
         self._snapshot = None
         self._carried = {}
+        self.sampler.load_state_dict(copy.deepcopy(self._fresh_sampler))  # of an earlier run with these objects
         assert self.trainer is not None
         install_atomic_io(self.trainer)
         module = self._module

@@ -356,10 +356,22 @@ class PolicyModule(LightningModule):
         """Restore the version, and keep the random generators' states for the start of training.
 
         Raises:
-            CheckpointError: the file was not written by lit-asyncrl.
+            CheckpointError: the file was not written by this version of lit-asyncrl, or is of another model.
         """
         if "lit_asyncrl" not in checkpoint:
             raise CheckpointError("ckpt_path must name a checkpoint written by lit-asyncrl, got one without its version record.")
+        if missing := {"policy_version", "policy_path", "num_skipped", "rng"} - set(checkpoint["lit_asyncrl"]):
+            raise CheckpointError(
+                f"ckpt_path must name a checkpoint of this version of lit-asyncrl, got one without {sorted(missing)}. "
+                "`lit-asyncrl export` reads its policy: start anew with that."
+            )
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
+        saved = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
+        if other := [name for name in saved if saved[name] != shapes.get(name)]:
+            raise CheckpointError(
+                f"model.policy.path must hold a model like the checkpoint's ({checkpoint['lit_asyncrl']['policy_path']!r}), got "
+                f"{self.policy.path!r}, where {other[0]} is {shapes.get(other[0])} and not {saved[other[0]]}. Give its model."
+            )
         path = checkpoint["lit_asyncrl"]["policy_path"]
         if path != self.policy.path:
             warnings.warn(

@@ -161,6 +161,7 @@ class AsyncRollout(Callback):
         self.module, self.data = pl_module, data
         self.supervisor = data.supervisor
         check_settings(self, trainer, pl_module, data)
+        self._resumed, self.first_results, self.last_results = False, {}, {}  # of an earlier run with these objects
         pl_module.evaluate = self.evaluate
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

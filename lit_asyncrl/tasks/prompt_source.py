@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from lit_asyncrl.errors import ConfigurationError, DataError
+from lit_asyncrl.errors import CheckpointError, ConfigurationError, DataError
 from lit_asyncrl.interfaces import Task
 from lit_asyncrl.types import Example, Prompt
 
@@ -19,6 +20,11 @@ def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from any integers and strings, equal on every machine."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def checksum(prompt: Prompt) -> int:
+    """Of a prompt's ids."""
+    return zlib.crc32(repr(prompt.token_ids).encode())
 
 
 def check_example(example: Any) -> None:
@@ -189,6 +195,7 @@ class PromptSource:
             again = [[p.group_id, p.source_index, p.epoch, p.attempt] for p in outstanding]
             again += [[*key] for key in self._requeued]
             return {
+                "checksums": {p.group_id: checksum(p) for p in outstanding},
                 "position": self._position,
                 "next_group_id": self._next_group_id,
                 "requeued": again,
@@ -196,7 +203,20 @@ class PromptSource:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: a prompt that is to be sent again is another one by now: what was sampled for it would be trained
+                with the wrong question.
+        """
+        for group_id, index, epoch, attempt in state["requeued"]:
+            expected = state["checksums"].get(group_id)
+            if expected is not None and checksum(prompt := self._make(group_id, index, epoch, attempt)) != expected:
+                raise CheckpointError(
+                    f"data.task must give the prompts of the checkpoint, got another one for {prompt.example} (whose "
+                    "responses in flight go on). Give the task the settings and files of the run that wrote it, or export the "
+                    "policy and start anew."
+                )
         with self._lock:
             self._position = int(state["position"])
             self._next_group_id = int(state["next_group_id"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from jsonargparse import Namespace
 
-from lit_asyncrl.cli import check_writable, find_config, packaged_configs, resolve_configs
+from lit_asyncrl.cli import check_writable, find_config, join_rollouts, packaged_configs, resolve_configs
 from lit_asyncrl.errors import ConfigurationError
 
 
@@ -69,3 +70,12 @@ def test_a_path_below_a_file_is_not_writable(tmp_path):
 def test_a_pseudo_file_system_is_not_writable():
     with pytest.raises(ConfigurationError, match="/proc"):
         check_writable("/proc/lit_asyncrl", "trainer.default_root_dir")
+
+
+def test_an_appended_rollout_brings_its_engine_and_what_it_sets_and_leaves_the_rest():
+    first = Namespace(class_path="a.AsyncRollout", init_args=Namespace(engine="hf", publish_lag=3, record_run=None, grace_s=30.0))
+    other = Namespace(class_path="a.EssLrScale")
+    last = Namespace(class_path="a.AsyncRollout", init_args=Namespace(engine="vllm", publish_lag=0, record_run="x", grace_s=30.0))
+    joined = join_rollouts([first, other, last])
+    assert [callback.class_path for callback in joined] == ["a.AsyncRollout", "a.EssLrScale"]
+    assert vars(joined[0].init_args) == {"engine": "vllm", "publish_lag": 3, "record_run": "x", "grace_s": 30.0}

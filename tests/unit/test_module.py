@@ -223,3 +223,17 @@ def test_a_checkpoint_of_another_architecture_is_refused(policy, tmp_path):
     torch.save(content, tmp_path / "last.ckpt")
     with pytest.raises(CheckpointError, match="ckpt_path must fit the model"):
         export_policy(str(tmp_path / "last.ckpt"), str(tmp_path / "out"), policy_path=wider)
+
+
+def test_a_checkpoint_of_another_architecture_or_version_is_not_resumed(policy, tmp_path):
+    module = make_module(policy, advantage=GroupMean())
+    module.configure_model()
+    content = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(content)
+    wider = make_module(save_policy(tmp_path / "wider", intermediate_size=40), advantage=GroupMean())
+    wider.configure_model()
+    with pytest.raises(CheckpointError, match=r"model\.policy\.path must hold a model like the checkpoint's"):
+        wider.on_load_checkpoint(content)
+    del content["lit_asyncrl"]["rng"]
+    with pytest.raises(CheckpointError, match=r"of this version of lit-asyncrl, got one without \['rng'\]"):
+        module.on_load_checkpoint(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from policies import PACKAGED
 
-from lit_asyncrl.errors import ConfigurationError, DataError
+from lit_asyncrl.errors import CheckpointError, ConfigurationError, DataError
 from lit_asyncrl.generation.rollout import sample_seed
 from lit_asyncrl.policy import load_tokenizer
 from lit_asyncrl.tasks.digits import ReverseDigits
@@ -191,3 +191,13 @@ def test_a_resumed_source_still_sends_dropped_prompts_again(make_source):
     resumed.load_state_dict(source.state_dict([sent[2]]))
     assert settle(resumed, 1) == [4]
     assert [(p.group_id, p.source_index) for p in resumed.next_prompts(3)] == [(2, 2), (3, 0), (4, 1)]
+
+
+def test_responses_in_flight_do_not_go_on_under_another_prompt(tokenizer, make_source):
+    source = make_source()
+    state = source.state_dict(source.next_prompts(3)[1:])
+    other = PromptSource(ReverseDigits(7, 7, num_train=5), tokenizer, seed=0, max_new_tokens=8, context=64)
+    with pytest.raises(CheckpointError, match=r"data\.task must give the prompts of the checkpoint.*example 1 of task"):
+        other.load_state_dict(state)
+    assert [p.group_id for p in other.next_prompts(1)] == [0]  # nothing was taken over
+    make_source().load_state_dict(state)
