@@ -7,7 +7,7 @@
 last`, until all updates are made. Checked, over what the checkpoints kept: every dispatched group is settled exactly once,
 `policy_version` rises by one, the learning rate follows its schedule, the ledger closes, and trained responses are as long as in
 runs that nobody killed; with `--unbroken` above 0 also that the accuracy is within the range of so many of those.
-`cycles` checks that threads, descriptors, children, entries of /dev/shm and resident memory do not grow.
+`cycles` checks that threads, descriptors, children, mapped shared memory and resident memory do not grow.
 """
 
 from __future__ import annotations
@@ -267,7 +267,9 @@ def footprint() -> dict[str, float]:
         "threads": threading.active_count(),
         "descriptors": process.num_fds(),
         "children": len(process.children(recursive=True)),
-        "shared memory": len(list(Path("/dev/shm").iterdir())),
+        "shared memory": sum(
+            "/dev/shm/" in line or "/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines()
+        ),
         "memory, MiB": process.memory_info().rss / 2**20,
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lit_asyncrl.errors import ConfigurationError, RewardError
+from lit_asyncrl.errors import ConfigurationError, RewardError, StopRequested
 from lit_asyncrl.interfaces import Task
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import Example
@@ -97,6 +97,7 @@ class RewardRunner:
         self._supervisor = supervisor or Supervisor()
         self._lock = threading.Lock()
         self._thread: _RewardThread | None = None
+        self._closed = False
         self._hung: list[_RewardThread] = []
 
     def score(self, task: Task, completions: Sequence[str], example: Example) -> list[list[float]] | None:
@@ -112,9 +113,11 @@ class RewardRunner:
 
         Raises:
             RewardError: a reward raised, returned something else than a finite number, or took too long.
-            StopRequested: the run was asked to stop meanwhile.
+            StopRequested: the run was asked to stop meanwhile, or has ended.
         """
         with self._lock:
+            if self._closed:
+                raise StopRequested("the rewards are closed")
             job = _Job(task, completions, example)
             if self._thread is None:
                 self._thread = _RewardThread()
@@ -135,8 +138,9 @@ class RewardRunner:
             return None
 
     def close(self) -> None:
-        """End the thread; a thread that hangs in a reward dies with the process."""
+        """End the thread, and score nothing more; a thread that hangs in a reward dies with the process."""
         with self._lock:
+            self._closed = True
             if self._thread is not None:
                 self._thread.inbox.close()
                 self._thread = None
