@@ -1,0 +1,108 @@
+"""Tables of the study: what is missing says so, and a document's marks are filled."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import results_table
+from study_grid import SEEDS, Cell, cell, headline
+from study_results import Results, difference, rate_text, spread
+
+
+def line_of(one: Cell, accuracy: float, curve: list[list[float]] | None = None) -> dict[str, Any]:
+    """A line as a finished run leaves it."""
+    numbers = [0.1] * 30
+    return {
+        "key": one.key,
+        "task": one.task,
+        "arm": one.arm,
+        "form": one.form,
+        "lag": one.lag,
+        "rate": one.rate,
+        "seed": one.seed,
+        "commit": "abc",
+        "accuracy": accuracy,
+        "curve": curve or [[0, 0.5], [20, accuracy], [40, accuracy], [60, accuracy]],
+        "warm": {"greedy": 0.5, "sampled": 0.1, "steps": 158},
+        "ess_alarm": 12,
+        "ess_alarm3": None,
+        "min_ess": numbers,
+        "max_grad_norm": numbers,
+        "max_kl": numbers,
+        "cosine": numbers,
+        "cpu_s": 36.0,
+    }
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Results:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return Results(path)
+
+
+def row(text: str, title: str) -> list[str]:
+    return next([part.strip() for part in line.split("|")[2:-1]] for line in text.splitlines() if line.startswith(f"| {title} |"))
+
+
+@pytest.mark.parametrize("name", results_table.TABLES)
+def test_a_table_without_runs_says_so_or_shows_dashes(tmp_path: Path, name: str) -> None:
+    text = results_table.TABLES[name](Results(tmp_path / "none.jsonl"))
+    assert "not run yet" in text or " - |" in text
+
+
+@pytest.mark.parametrize("name", sorted(set(results_table.TABLES) - {"bias"}))
+def test_every_table_can_be_made_of_the_headline_runs_of_one_seed(tmp_path: Path, name: str) -> None:
+    results = write(tmp_path / "results.jsonl", [line_of(one, 0.8) for one in headline() if one.seed == SEEDS[0]])
+    assert results_table.TABLES[name](results)
+
+
+def test_the_headline_has_median_range_and_collapses(tmp_path: Path) -> None:
+    fallen = [[0, 0.5], [20, 0.1], [40, 0.1], [60, 0.1]]
+    lines = [
+        line_of(cell("reverse10", "none", "cold", seed=s), a, fallen) for s, a in zip(SEEDS[:3], (0.1, 0.3, 0.2), strict=True)
+    ]
+    text = results_table.headline(write(tmp_path / "results.jsonl", lines))
+    assert text.startswith("*not run yet (3 of 175 runs)*")
+    assert row(text, "no correction") == ["**0.20** (0.10-0.30)", "3/3", "-", "-"]
+
+
+def test_a_failed_run_is_no_result(tmp_path: Path) -> None:
+    one = cell("reverse10", "none", "cold")
+    assert write(tmp_path / "results.jsonl", [{"key": one.key, "error": "ValueError: no"}]).of([one]) == []
+
+
+def test_a_run_that_was_made_again_counts_by_its_last_line(tmp_path: Path) -> None:
+    one = cell("reverse10", "none", "cold")
+    results = write(tmp_path / "results.jsonl", [line_of(one, 0.1), line_of(one, 0.9)])
+    assert [run["accuracy"] for run in results.of([one])] == [0.9]
+
+
+def test_marks_are_replaced_and_the_rest_stays(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("before\n<!-- table:claims -->\nold\n<!-- /table -->\nafter\n", encoding="utf-8")
+    results = Results(tmp_path / "none.jsonl")
+    assert results_table.write(document, results) == 1
+    filled = document.read_text(encoding="utf-8")
+    assert filled == f"before\n<!-- table:claims -->\n\n{results_table.claims(results)}\n\n<!-- /table -->\nafter\n"
+    results_table.write(document, results)
+    assert document.read_text(encoding="utf-8") == filled
+
+
+def test_a_mark_that_names_no_table_is_refused(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("<!-- table:nothing -->\n<!-- /table -->\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"marks must name one of .*, got nothing"):
+        results_table.write(document, Results(tmp_path / "none.jsonl"))
+
+
+def test_the_page_of_the_study_has_a_mark_for_every_table() -> None:
+    page = results_table.DOCUMENTS[0].read_text(encoding="utf-8")
+    assert {name for _, name, _ in results_table.MARK.findall(page)} == set(results_table.TABLES)
+
+
+def test_numbers_as_text() -> None:
+    runs = [{"seed": i, "accuracy": a} for i, a in enumerate((0.1, 0.5, 0.9))]
+    assert spread(runs) == "**0.50** (0.10-0.90)"
+    assert spread([]) == "-"
+    assert difference(runs, [{"seed": i, "accuracy": 0.1} for i in range(3)])[:5] == "+0.40"  # (0 + 0.4 + 0.8) / 3
+    assert rate_text(3e-4) == "3e-4"

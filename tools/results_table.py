@@ -1,0 +1,80 @@
+"""Every Markdown table of the study, from its results file.
+
+    python tools/results_table.py                      # all tables
+    python tools/results_table.py headline rates       # some of them
+    python tools/results_table.py --write              # into docs/study.md and README.md, between their marks
+
+A mark is `<!-- table:NAME -->`, its end `<!-- /table -->`. A table whose runs are not all made says how many are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from study_grid import ROOT
+from study_results import RESULTS, Results
+from study_signal_tables import alarms, bias, gac_acting, gac_cosine, pace, ranking
+from study_tables import best_rates, claims, effort, headline, opob, rates, tasks, tic_gmc, warm
+
+DOCUMENTS = (ROOT / "docs" / "study.md", ROOT / "README.md")
+MARK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", flags=re.DOTALL)
+TABLES: dict[str, Callable[[Results], str]] = {
+    f.__name__: f
+    for f in (
+        effort,
+        warm,
+        headline,
+        claims,
+        rates,
+        best_rates,
+        alarms,
+        ranking,
+        gac_cosine,
+        gac_acting,
+        tic_gmc,
+        bias,
+        opob,
+        tasks,
+        pace,
+    )
+}
+
+
+def write(document: Path, results: Results) -> int:
+    """Replace the tables between a document's marks. Returns how many there are.
+
+    Raises:
+        SystemExit: a mark names no table.
+    """
+    text = document.read_text(encoding="utf-8")
+    if unknown := [name for _, name, _ in MARK.findall(text) if name not in TABLES]:
+        raise SystemExit(f"{document.name}: marks must name one of {', '.join(TABLES)}, got {', '.join(unknown)}.")
+    new, number = MARK.subn(lambda found: f"{found[1]}\n{TABLES[found[2]](results)}\n\n{found[3]}", text)
+    if new != text:
+        document.write_text(new, encoding="utf-8")
+    return number
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="NAME", help=f"one of {', '.join(TABLES)}; default: all")
+    parser.add_argument("--write", action="store_true", help="replace the tables in the documents")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="results file (default: %(default)s)")
+    given = parser.parse_args()
+    if unknown := [name for name in given.tables if name not in TABLES]:
+        parser.error(f"NAME must be one of {', '.join(TABLES)}, got {', '.join(unknown)}")
+    results = Results(given.results)
+    if given.write:
+        for document in DOCUMENTS:
+            print(f"{document}: {write(document, results)} tables")
+    else:
+        for name in given.tables or TABLES:
+            print(f"{name}\n\n{TABLES[name](results)}\n")
+
+
+if __name__ == "__main__":
+    main()

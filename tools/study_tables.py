@@ -1,0 +1,196 @@
+"""Tables of the study on final accuracy: methods, rates, thresholds, tasks; and what was run."""
+
+from __future__ import annotations
+
+import statistics
+
+from study_arms import ARMS, HEADLINE, MAIN, OPOB_ARMS, RATE_ARMS, TASKS
+from study_grid import LAG, RATES, SECTIONS, SEEDS, Form, cell, cells_of
+from study_results import (
+    FORM_TITLES,
+    Results,
+    collapsed,
+    difference,
+    is_collapsed,
+    rate_text,
+    spread,
+    table,
+    told,
+)
+from study_statistics import Run, best_rate, is_stable
+
+CLAIMS = (
+    *(("vcpo_proxy", arm) for arm in ("none", "ppo", "token_tis", "tis", "ess", "opob_proxy", "vcpo_exact", "gmc_ess_opob")),
+    ("gmc", "tic"),
+)
+"""Pairs of methods whose difference has an interval, left minus right."""
+LAGS = (8, 32, 128)
+
+
+def headline(results: Results) -> str:
+    """Every method at lag 32."""
+    sync = results.synchronous("reverse10", 3e-4, SEEDS)
+    rows = [["synchronous", spread(sync), collapsed(sync), spread(sync), collapsed(sync)]]
+    for arm in HEADLINE:
+        row = [ARMS[arm].title]
+        for form in FORM_TITLES:
+            runs = results.of(cell("reverse10", arm, form, seed=seed) for seed in SEEDS)
+            row += [spread(runs), collapsed(runs)]
+        rows.append(row)
+    header = ["method", *(h for title in FORM_TITLES.values() for h in (title, "collapsed"))]
+    return told(results, SECTIONS["headline"](), table(header, rows))
+
+
+def claims(results: Results) -> str:
+    """Paired differences at lag 32."""
+    rows = []
+    for left, right in (*CLAIMS, ("vcpo_proxy", "sync")):
+        row = [f"{ARMS[left].title} minus {ARMS[right].title}"]
+        for form in FORM_TITLES:
+            row.append(difference(_headline_runs(results, left, form), _headline_runs(results, right, form)))
+        rows.append(row)
+    return told(results, SECTIONS["headline"](), table(["difference of final accuracy", *FORM_TITLES.values()], rows))
+
+
+def _headline_runs(results: Results, arm: str, form: Form) -> list[Run]:
+    form = "sync" if arm == "sync" else form
+    return results.of(cell("reverse10", arm, form, seed=seed) for seed in SEEDS)
+
+
+def rate_runs(results: Results, arm: str, form: Form, lag: int, rate: float) -> list[Run]:
+    """Runs of three seeds of a method at a lag and rate on `reverse10`; the lag does not matter to the synchronous one."""
+    if arm == "sync":
+        return results.synchronous("reverse10", rate, SEEDS[:3])
+    return results.of(cell("reverse10", arm, form, rate, seed, lag) for seed in SEEDS[:3])
+
+
+def _by_rate(results: Results, arm: str, form: Form, lag: int) -> dict[float, list[Run]]:
+    return {rate: runs for rate in RATES if (runs := rate_runs(results, arm, form, lag, rate))}
+
+
+def _rates_of(results: Results, form: Form, lag: int) -> str:
+    """One table of accuracy by rate."""
+    at_sync = _by_rate(results, "sync", form, lag)
+    reference = max((statistics.median(r["accuracy"] for r in runs) for runs in at_sync.values()), default=0.0)
+    rows = []
+    for arm in ("sync", *RATE_ARMS):
+        by_rate = _by_rate(results, arm, form, lag)
+        row = [ARMS[arm].title]
+        for rate in RATES:
+            runs = by_rate.get(rate, [])
+            fallen = sum(map(is_collapsed, runs))
+            row.append(
+                "-"
+                if not runs
+                else f"{statistics.median(r['accuracy'] for r in runs):.2f}" + (f" ({fallen} fell)" if fallen else "")
+            )
+        stable = [rate for rate in RATES if rate in by_rate and is_stable(by_rate[rate], reference)]
+        row.append(" ".join(map(rate_text, stable)) or "none")
+        rows.append(row)
+    return table(["method", *map(rate_text, RATES), "stable rates"], rows)
+
+
+def rates(results: Results) -> str:
+    """Accuracy by rate, one table for each lag."""
+    parts = [f"Lag {lag} from the start:\n\n" + _rates_of(results, "cold", lag) for lag in LAGS]
+    parts.append(f"Lag {LAG} from update 100 on:\n\n" + _rates_of(results, "ramp", LAG))
+    return told(results, SECTIONS["rates"](), "\n\n".join(parts))
+
+
+def best_rates(results: Results) -> str:
+    """Each method at its own best rate, and how far VCPO is ahead there."""
+    settings: list[tuple[str, Form, int]] = [
+        *((f"lag {lag}", "cold", lag) for lag in LAGS),
+        (f"lag {LAG} from 100 on", "ramp", LAG),
+    ]
+    rows = []
+    for arm in ("sync", *RATE_ARMS):
+        row = [ARMS[arm].title]
+        for _, form, lag in settings:
+            mine, vcpo = (_by_rate(results, name, form, lag) for name in (arm, "vcpo_proxy"))
+            if not mine or not vcpo:
+                row.append("-")
+                continue
+            rate = best_rate(mine)
+            ahead = "" if arm == "vcpo_proxy" else f"; {difference(vcpo[best_rate(vcpo)], mine[rate])}"
+            row.append(f"{statistics.median(r['accuracy'] for r in mine[rate]):.2f} at {rate_text(rate)}{ahead}")
+        rows.append(row)
+    return told(results, SECTIONS["rates"](), table(["method", *(name for name, _, _ in settings)], rows))
+
+
+def tic_gmc(results: Results) -> str:
+    """TIC and GMC by threshold, group size and rate."""
+    sizes, rows = (4, 8, 16, 32), []
+    for rate in (1e-4, 3e-4):
+        for epsilon in (0.1, 0.2, 0.4):
+            for arm in ("tic", "gmc"):
+                row = [rate_text(rate), f"{epsilon:g}", ARMS[arm].title]
+                for size in sizes:
+                    runs = _of_size(results, arm, rate, epsilon, size)
+                    fallen = sum(map(is_collapsed, runs))
+                    row.append(spread(runs) + (f", {fallen} fell" if fallen else ""))
+                rows.append(row)
+        for arm in ("tic_ess", "gmc_ess"):
+            runs = _of_size(results, arm, rate, 0.2, 8)
+            rows.append([rate_text(rate), "0.2", ARMS[arm].title, "", spread(runs), "", ""])
+    header = ["rate", "epsilon", "method", *(f"G = {size}" for size in sizes)]
+    return told(results, SECTIONS["tic_gmc"](), table(header, rows))
+
+
+def _of_size(results: Results, arm: str, rate: float, epsilon: float, size: int) -> list[Run]:
+    return results.of(cell("reverse10", arm, "cold", rate, seed, group_size=size, epsilon=epsilon) for seed in SEEDS[:3])
+
+
+def opob(results: Results) -> str:
+    """Ways to weigh the optimal baseline."""
+    settings = [("reverse10", 3e-4), ("reverse10", 6e-4), ("reverse4to16", 3e-4)]
+    rows = []
+    for arm in OPOB_ARMS:
+        row = [ARMS[arm].title]
+        for task, rate in settings:
+            mine, proxy = (results.of(cell(task, name, "cold", rate, seed) for seed in SEEDS) for name in (arm, "vcpo_proxy"))
+            row += [spread(mine), "-" if arm == "vcpo_proxy" else difference(mine, proxy)]
+        rows.append(row)
+    header = [
+        "method",
+        *(h for task, rate in settings for h in (f"{TASKS[task].title}, {rate_text(rate)}", "minus the first row")),
+    ]
+    return told(results, SECTIONS["opob"](), table(header, rows))
+
+
+def tasks(results: Results) -> str:
+    """The main methods on all tasks."""
+    rows = []
+    for arm in MAIN:
+        row = [ARMS[arm].title]
+        for task in TASKS:
+            runs = results.of(cell(task, arm, "sync" if arm == "sync" else "cold", seed=seed) for seed in SEEDS)
+            row += [spread(runs), collapsed(runs)]
+        rows.append(row)
+    header = ["method", *(h for task in TASKS.values() for h in (task.title, "collapsed"))]
+    return told(results, SECTIONS["tasks"](), table(header, rows))
+
+
+def warm(results: Results) -> str:
+    """The warm starts that were used."""
+    rows = []
+    for task, setting in TASKS.items():
+        found = {run["seed"]: run["warm"] for run in results.of(c for c in cells_of(SECTIONS) if c.task == task)}
+        for field, title in (("greedy", "greedy accuracy"), ("sampled", "sampled accuracy"), ("steps", "supervised steps")):
+            rows.append([setting.title, title, *(f"{found[seed][field]:g}" if seed in found else "-" for seed in SEEDS)])
+    return table(["task", "", *(f"seed {seed}" for seed in SEEDS)], rows)
+
+
+def effort(results: Results) -> str:
+    """Runs and hours of one core by section (engine processes not included); a run of two sections counts in the first."""
+    rows, seen, hours = [], set[str](), 0.0
+    for name, section in SECTIONS.items():
+        cells = [c for c in section() if c.key not in seen]
+        seen |= {c.key for c in cells}
+        runs = results.of(cells)
+        spent = sum(run["cpu_s"] for run in runs) / 3600
+        hours += spent
+        commits = ", ".join(sorted({run["commit"] for run in runs})) or "-"
+        rows.append([name, str(len(cells)), str(len(runs)), f"{spent:.1f}", commits])
+    rows.append(["all", str(len(seen)), str(len(results.of(cells_of(SECTIONS)))), f"{hours:.1f}", ""])
+    return table(["section", "runs planned", "runs made", "core hours", "commits"], rows)
