@@ -288,7 +288,8 @@ class DeliveryReport:
     Attributes:
         version: the `policy_version` it serves.
         probe_logprobs: nats per probe token after the first, under the new weights at temperature 1.
-        pause_s: seconds for which decoding stood still.
+        pause_s: seconds for which decoding stood still: from the end of a decode step, or of the drain that was asked for, until
+            the next step may begin.
     """
 
     version: int

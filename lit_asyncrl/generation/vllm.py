@@ -126,7 +126,7 @@ class VLLMEngine(VLLMEngineBase):
             "skip_tokenizer_init": True,
             "dtype": dtype,
             "max_model_len": max_model_len,
-            "max_num_seqs": self.num_slots,
+            "max_num_seqs": self.num_slots + 1,  # one for the probe
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "enable_prefix_caching": True,

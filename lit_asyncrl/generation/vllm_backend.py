@@ -104,8 +104,8 @@ class VLLMBackend:
         return self._read(lambda: self._requests.generated_tokens)
 
     def partial_completions(self) -> list[Completion]:
-        """Training responses that are not finished, as far as they are known here; also of an engine that died or was stopped."""
-        return self._read(self._requests.partial_completions)
+        """Training responses that were not taken, finished or not, as far as known here; also of an engine that has ended."""
+        return self._read(self._untaken)
 
     @property
     def silent_s(self) -> float:
@@ -213,6 +213,10 @@ class VLLMBackend:
         return value()
 
     # ---------------------------------------------------------------- tasks (event loop)
+
+    def _untaken(self) -> list[Completion]:
+        with self._changed:
+            return [*self._finished["train"], *self._requests.partial_completions()]
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 CHUNK_BYTES = 32 * 2**20
@@ -38,7 +38,7 @@ class Piece:
         shape: of the whole tensor.
         start, numel: which elements of the flattened tensor.
         offset: of the first byte in the file.
-        checksum: CRC-32 of the bytes as they left the trainer; None when this update is not checked.
+        checksum: XXH3 (64 bits) of the bytes as they left the trainer; None when this update is not checked.
     """
 
     name: str
@@ -156,4 +156,4 @@ def _tensor(flat: Tensor, piece: Piece) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_intdigest(tensor.view(torch.uint8).numpy().data)

@@ -131,7 +131,7 @@ class VLLMEngineBase(GenerationEngine):
             self._final_tokens, self._final_partials = backend.generated_tokens, backend.partial_completions()
 
     def partial_completions(self) -> list[Completion]:
-        """See `GenerationEngine.partial_completions`; after `stop`, those that it ended."""
+        """See `GenerationEngine.partial_completions`; finished ones that were not taken too; after `stop`, those it ended."""
         backend = self._backend
         return self._final_partials if backend is None else backend.partial_completions()
 

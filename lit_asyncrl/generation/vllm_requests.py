@@ -1,7 +1,8 @@
 """Requests of a vLLM engine in flight: a task each, behind a gate that holds them while weights change. Event loop only.
 
-vLLM is given a few requests more than it has slots; those whose prompt it has not read when weights change are taken back, and go
-again under the new weights, so that each prompt is read by the weights whose prefix-cache salt it carries.
+vLLM is given no more requests than there are slots, so that a probe never waits for one of them to end. Those whose prompt it has
+not read when weights change are taken back, and go again under the new weights: each prompt is read by the weights whose
+prefix-cache salt it carries.
 """
 
 from __future__ import annotations
@@ -208,9 +209,7 @@ class VLLMRequests:
         self._admitted -= 1
 
     def _may_go(self, purpose: Purpose) -> bool:
-        # A few more than there are slots, so that none is empty while a finished response travels here and the next one there.
-        at_most = self._num_slots + max(2, self._num_slots // 8)
-        room = len(self._at_vllm) + self._admitted < at_most
+        room = len(self._at_vllm) + self._admitted < self._num_slots
         return room and not self._updating and not (self._paused and purpose == "train")
 
     def _admit(self) -> None:

@@ -43,6 +43,9 @@ class VLLMServerEngine(VLLMEngineBase):
     With several servers each request goes to the one with the fewest in flight here; pauses and updates go to all at once; they
     must agree on the version they serve and on the probe's log-probs.
 
+    A server answers when a response has ended, so a checkpoint holds of those in flight only what earlier tries of them brought:
+    the tokens up to the last time they were taken back (`in_flight: restart`, a pause).
+
     A failed update raises `WeightSyncError` (see `VLLMEngine`); the next update may succeed. A server that ends, hangs or refuses
     is an `EngineError` for the run. In-flight and prefix-cache policies: as in `VLLMEngine`.
 

@@ -187,11 +187,11 @@ def _check_settings(url: str, info: dict[str, Any], expected: Expected) -> None:
             "the tokenizer in the model's folder and without --skip-tokenizer-init",
         ),
         (
-            slots >= expected.num_slots,
+            slots > expected.num_slots,
             "num_slots",
-            "fit into the server's max_num_seqs",
+            "leave one of the server's max_num_seqs to the probe",
             f"{expected.num_slots} for it and {slots}",
-            f"--max-num-seqs {expected.num_slots}, or lower engine.num_slots",
+            f"--max-num-seqs {expected.num_slots + 1}, or lower engine.num_slots",
         ),
         (
             expected.max_model_len is None or length >= expected.max_model_len,

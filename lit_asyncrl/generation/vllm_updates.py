@@ -22,6 +22,9 @@ from lit_asyncrl.supervisor import POLL_S
 from lit_asyncrl.types import DeliveryReport, InFlight, NamedTensors, PrefixCache
 from lit_asyncrl.waits import Flag
 
+VLLM_SLEEP_S = 0.02
+"""How long vLLM 0.32 has stood still when it answers a pause."""
+
 
 class Call(Protocol):
     """Runs a coroutine on the engine's loop and waits for its result; no limit: as long as the engine lives."""
@@ -132,9 +135,9 @@ class VLLMUpdates:
     def _deliver(self, version: int, weights: NamedTensors, read: Flag) -> DeliveryReport:
         """The whole delivery but the verdict; `read` is set when `weights` are not needed any more."""
         timeout_s = self._policy.response_timeout_s
-        started = time.perf_counter()
         try:
             with self._standing_still():
+                stood_from = time.perf_counter() - VLLM_SLEEP_S
                 try:
                     self._sender.send(SyncClient(self._client, self._call, timeout_s, version), weights)
                 except BaseException:
@@ -144,7 +147,7 @@ class VLLMUpdates:
                     raise
         finally:
             read.set()
-        pause_s = time.perf_counter() - started
+        pause_s = time.perf_counter() - stood_from
         reported = self._call(self._client.version(), timeout_s)
         probe = self._call(self._client.score(self._policy.probe_ids), timeout_s)
         return DeliveryReport(parse_version(reported), probe, pause_s)

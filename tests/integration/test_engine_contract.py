@@ -128,7 +128,7 @@ def _serving(folder: str) -> Iterator[str]:
     tool = Path(__file__).parents[2] / "tools" / "serve_vllm.py"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     command = [sys.executable, str(tool), "--model", folder, "--port", "0", "--max-model-len", str(MAX_MODEL_LEN)]
-    command += ["--", "--enforce-eager", "--max-num-seqs", str(SLOTS)]
+    command += ["--", "--enforce-eager", "--max-num-seqs", str(SLOTS + 1)]
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as server,
@@ -287,15 +287,19 @@ def _update_among_responses(served: Served, seed: int) -> bool:
 
 
 def test_a_response_paused_across_an_update_goes_on_with_its_tokens_and_the_rest_of_its_budget(served: Served):
+    assert any(_update_while_paused(served, seed) for seed in range(20, 25)), "no pause fell into a response"
+
+
+def _update_while_paused(served: Served, seed: int) -> bool:
+    """Update while responses stand still, check every token, and say whether one response holds both versions."""
     requests = served.requests(60)
     served.engine.submit(requests)
     early = served.engine.completions(60.0)
     served.engine.pause()
     old = len(served.models) - 1
-    served.update(tiny_models.perturbed(served.models[0], seed=3))
+    served.update(tiny_models.perturbed(served.models[0], seed=seed))
     served.engine.resume()
     completions = sorted([*early, *served.drain(60 - len(early))], key=lambda completion: completion.request_id)
-    assert (old, old + 1) in {tuple(sorted(set(c.token_versions))) for c in completions}
     for request, completion in zip(requests, completions, strict=True):
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] in EOS_IDS else "length")
         assert len(completion.token_ids) <= BUDGET
@@ -306,6 +310,7 @@ def test_a_response_paused_across_an_update_goes_on_with_its_tokens_and_the_rest
             atol=1e-4,
             rtol=0,
         )
+    return any(set(c.token_versions) == {old, old + 1} for c in completions)
 
 
 def test_a_refused_update_is_an_error_and_the_next_good_one_is_served(served: Served):

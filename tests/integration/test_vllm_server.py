@@ -54,7 +54,7 @@ def server(folder: str) -> Iterator[tuple[str, psutil.Process]]:
     """Address and process of the one server of this file: a start takes a minute."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     command = [sys.executable, str(TOOL), "--model", folder, "--port", "0", "--max-model-len", str(MAX_MODEL_LEN)]
-    command += ["--", "--enforce-eager", "--max-num-seqs", "16"]
+    command += ["--", "--enforce-eager", "--max-num-seqs", "17"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as tool:
         assert tool.stdout is not None and tool.stderr is not None
         # Its log goes to a pipe that nobody needs to read until it ends without an address.
@@ -291,7 +291,7 @@ def test_stopping_takes_requests_back_and_another_engine_can_start(start: Any, s
     [
         ({"dtype": "bfloat16"}, {}, 64, r"engine\.dtype must be that of the server, got bfloat16 and float32.*--dtype bfloat16"),
         ({"transport": "nccl"}, {}, 64, r"engine\.transport .*got nccl and shared_memory.*--weight-transfer-config"),
-        ({"num_slots": 17}, {}, 64, r"engine\.num_slots .*got 17 for it and 16.*--max-num-seqs 17"),
+        ({"num_slots": 17}, {}, 64, r"engine\.num_slots .*got 17 for it and 17.*--max-num-seqs 18"),
         ({}, {}, 513, r"engine\.urls .*513 tokens, got max_model_len 512.*--max-model-len 513"),
         ({}, {"vocab_size": VOCAB_SIZE + 1}, 64, r"vocabulary of 513 ids.*does not know id 512"),
         ({}, {"vocab_size": VOCAB_SIZE - 1}, 64, r"vocabulary of 511 ids.*knows id 511"),

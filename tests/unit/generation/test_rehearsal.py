@@ -1,6 +1,6 @@
 """The rehearsal of weight delivery, against a real transformers model behind the inline engine, whole and broken."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -71,3 +71,55 @@ def test_groups_join_the_layers_of_a_role_and_hold_every_name_once(folder: str):
     groups = tensor_groups(weights)
     assert sorted(name for group in groups for name in group) == sorted(weights)
     assert ["model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj.weight"] in groups
+
+
+class Rounding:
+    """Four probe tokens whose log-probs move with the mean of one matrix; the engine's answers are up to 0.04 nats off.
+
+    Attributes:
+        rehearsed: number of perturbed deliveries.
+        chaotic: which of them round so badly that the answer is of no use.
+        stale: the engine keeps the matrix it has.
+    """
+
+    def __init__(self, chaotic: Sequence[int] = (), stale: bool = False) -> None:
+        self.weights = {"layers.0.w": torch.full((4, 4), 0.5)}
+        self.rehearsed = 0
+        self._chaotic, self._stale = chaotic, stale
+
+    def score(self, changed: NamedTensors) -> list[float]:
+        # Standard deviation of a mean of 16 numbers: a quarter of one number's. Times 40: 10 per unit of strength at this scale.
+        moved = 40.0 * float(changed.get("layers.0.w", self.weights["layers.0.w"]).mean() - 0.5)
+        return [-1.0 + moved, -2.0 - moved, -3.0 + moved, -4.0 - moved]
+
+    def deliver(self, weights: NamedTensors) -> list[float]:
+        noise = (0.01, -0.01, 0.02, 0.04)  # 0.02 in the mean
+        if weights["layers.0.w"] is self.weights["layers.0.w"]:
+            return [a + b for a, b in zip(self.score({}), noise, strict=True)]
+        self.rehearsed += 1
+        served = self.score({} if self._stale else weights)
+        return [a + b * (100.0 if self.rehearsed in self._chaotic else 1.0) for a, b in zip(served, noise, strict=True)]
+
+    def rehearse(self) -> float:
+        return rehearse(self.weights, self.deliver, self.score, rounds_weights=True, max_noise=1.0)
+
+
+def test_the_tolerance_of_a_rounding_engine_is_four_times_its_noise():
+    assert Rounding().rehearse() == pytest.approx(4 * 0.04)
+
+
+def test_a_perturbation_under_which_everything_rounds_badly_is_drawn_anew():
+    engine = Rounding(chaotic=[1, 2])
+    assert engine.rehearse() == pytest.approx(4 * 0.04)
+    assert engine.rehearsed == 3
+
+
+def test_a_rounding_engine_that_keeps_a_stale_tensor_follows_no_draw():
+    engine = Rounding(stale=True)
+    with pytest.raises(WeightSyncError, match=r"after changing layers\.0\.w"):
+        engine.rehearse()
+    assert engine.rehearsed == 3
+
+
+def test_draws_differ():
+    assert not torch.equal(perturb("a", torch.ones(4), 0.5, draw=0), perturb("a", torch.ones(4), 0.5, draw=1))

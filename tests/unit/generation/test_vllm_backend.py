@@ -155,7 +155,7 @@ def start(vllm: FakeVLLM) -> Iterator[Start]:
     backends: list[VLLMBackend] = []
 
     def started(in_flight: Any = "keep", prefix_cache: Any = "salt", response_timeout_s: float = 10.0) -> VLLMBackend:
-        settings = BackendSettings((EOS,), (3, 4, 5), 2, in_flight, prefix_cache, 10.0, response_timeout_s)
+        settings = BackendSettings((EOS,), (3, 4, 5), 4, in_flight, prefix_cache, 10.0, response_timeout_s)
         backends.append(VLLMBackend(vllm, FakeSender(), settings))
         return backends[-1]
 
@@ -190,17 +190,17 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 def _stand_at(vllm: FakeVLLM, backend: VLLMBackend, tokens: int, number: int) -> None:
-    """Submit requests and wait until those in slots have sampled so many tokens and the gate is full."""
+    """Submit requests and wait until those vLLM decodes have sampled so many tokens and the slots are taken."""
     vllm.limit = tokens
     backend.submit(_requests(range(number)))
-    _until(lambda: len(vllm._live) == min(number, 4))  # 2 slots and 2 more
+    _until(lambda: len(vllm._live) == min(number, 4))  # 4 slots, of which 2 are decoded
     _until(lambda: len(backend._requests._begun) == min(number, 2))
 
 
 # ---------------------------------------------------------------- the gate and the salts
 
 
-def test_vllm_is_given_a_few_requests_more_than_it_has_slots(vllm: FakeVLLM, start: Start):
+def test_vllm_is_given_no_more_requests_than_there_are_slots(vllm: FakeVLLM, start: Start):
     backend = start()
     _update(backend, 0)
     _stand_at(vllm, backend, 1, 20)
@@ -373,6 +373,17 @@ def test_responses_without_a_token_and_evaluation_responses_are_not_among_the_pa
     vllm.limit = 0
     backend.submit(_requests([0, 1]))
     _until(lambda: len(vllm._live) == 3)
+    assert backend.partial_completions() == []
+
+
+def test_finished_responses_that_nobody_took_are_among_the_partial_ones_until_they_are_taken(vllm: FakeVLLM, start: Start):
+    backend = start()
+    _update(backend, 0)
+    backend.submit(_requests([0]))
+    _until(lambda: bool(backend._finished["train"]))
+    (finished,) = backend.partial_completions()
+    assert finished.finish_reason == "length"
+    assert _drain(backend, 1) == [finished]
     assert backend.partial_completions() == []
 
 

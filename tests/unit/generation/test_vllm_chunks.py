@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from lit_asyncrl.generation.vllm_chunks import CHUNK_BYTES, ChunkFile, plan_chunks, read_pieces
@@ -87,11 +87,12 @@ def test_a_tensor_that_is_not_contiguous_arrives_in_order(file: ChunkFile):
     assert torch.equal(_delivered(file, weights, torch.float32, 256)["transposed"], weights["transposed"])
 
 
-def test_the_checksum_is_the_crc32_of_the_bytes_as_served(file: ChunkFile):
+def test_the_checksum_is_the_xxh3_of_the_bytes_as_served(file: ChunkFile):
     weights = {"a": torch.tensor([1.0, 2.0])}
     (chunk,) = plan_chunks(weights, torch.bfloat16)
     (message,) = file.write_chunk(chunk, weights, checked=True)
-    assert message["checksum"] == zlib.crc32(bytes([0x80, 0x3F, 0x00, 0x40]))  # 1.0 is 0x3f80 and 2.0 is 0x4000, little-endian
+    served = bytes([0x80, 0x3F, 0x00, 0x40])  # 1.0 is 0x3f80 and 2.0 is 0x4000, little-endian
+    assert message["checksum"] == xxhash.xxh3_64_intdigest(served)
 
 
 def test_an_update_without_checks_carries_no_checksum(file: ChunkFile):

@@ -46,7 +46,7 @@ class FakeServer:
                 "skip_tokenizer_init": False,
                 "max_model_len": 64,
             },
-            "scheduler_config": {"max_num_seqs": 8},
+            "scheduler_config": {"max_num_seqs": 9},
             "weight_transfer_config": {"backend": "shared_memory"},
         }
         fake = self
@@ -273,7 +273,7 @@ def test_a_request_still_on_its_way_is_aborted_when_it_has_arrived(fake: FakeSer
         (("model_config", "logprobs_mode"), "raw_logprobs", "--logprobs-mode processed_logprobs"),
         (("model_config", "skip_tokenizer_init"), True, "without --skip-tokenizer-init"),
         (("model_config", "max_model_len"), 31, "--max-model-len 32"),
-        (("scheduler_config", "max_num_seqs"), 7, "--max-num-seqs 8, or lower engine.num_slots"),
+        (("scheduler_config", "max_num_seqs"), 8, "--max-num-seqs 9, or lower engine.num_slots"),
         (("weight_transfer_config",), None, '--weight-transfer-config \'{"backend": "shared_memory"}\''),
     ],
     ids=["dtype", "log-probs", "tokenizer", "length", "slots", "no transport"],
