@@ -1,7 +1,8 @@
-"""Lightning's plugin that writes checkpoints atomically and beside the training."""
+"""Lightning's plugin that writes checkpoints atomically and beside the training, and the save at the end of a run."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections import deque
@@ -146,6 +147,23 @@ def install_atomic_io(trainer: Trainer) -> None:
     """Give a trainer the plugin, unless its user chose another one."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO(beside=lambda: trainer.training)
+
+
+def checkpoint_dir(trainer: Trainer) -> str:
+    """Where checkpoints of this run go: the ModelCheckpoint's folder, else `<log_dir>/checkpoints`."""
+    callback: Any = trainer.checkpoint_callback
+    if callback is not None and getattr(callback, "dirpath", None):
+        return str(callback.dirpath)
+    return os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")  # noqa: PTH118 - may be a URL
+
+
+def save_last(trainer: Trainer) -> None:
+    """Write `last.ckpt`, and tell ModelCheckpoint that it is its own, so that it does not write another beside it."""
+    callback: Any = trainer.checkpoint_callback
+    path = getattr(callback, "last_model_path", "") or os.path.join(checkpoint_dir(trainer), "last.ckpt")  # noqa: PTH118 - a URL
+    trainer.save_checkpoint(path, weights_only=False)
+    if callback is not None:
+        callback.last_model_path = path
 
 
 def _is_url(path: Any) -> bool:

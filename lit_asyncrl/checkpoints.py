@@ -121,8 +121,9 @@ def newest_checkpoint(trainer: Trainer) -> str | None:
     """What `--ckpt_path last` means: the newest whole checkpoint of this run or of an earlier one with the same settings.
 
     It looks into the folder of each ModelCheckpoint that has one, else into those of all versions of the first logger's
-    experiment (`<save_dir>/<name>/*/checkpoints`), or `<default_root_dir>/checkpoints` without a logger. Torn and foreign files
-    are skipped with a warning.
+    experiment (`<save_dir>/<name>/*/checkpoints`), or `<default_root_dir>/checkpoints` without a logger. Torn files and those of
+    other programs are skipped with a warning. A whole one of another format or model is not: resuming refuses it by name, since
+    to go on with an older one unasked would undo what its run has learnt.
 
     Returns:
         Its path; None, with a warning, if there is none: a job that always passes `last` starts from the beginning.

@@ -41,7 +41,7 @@ from lit_asyncrl.callbacks.async_rollout import check_settings
 from lit_asyncrl.callbacks.predictions import PredictionWriter
 from lit_asyncrl.callbacks.signals import EXIT_CODES
 from lit_asyncrl.checkpoints import export_policy, newest_checkpoint, read_checkpoint
-from lit_asyncrl.datamodule import RolloutDataModule, lag_of
+from lit_asyncrl.datamodule import RolloutDataModule, check_files, lag_of
 from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, DataError, StopRequested
 from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.planning.plan import Plan, plan_run
@@ -238,6 +238,7 @@ def refuse_early(trainer: Any, module: PolicyModule, data: RolloutDataModule) ->
     Raises:
         ConfigurationError, DataError: what is wrong, and the remedy.
     """
+    check_files(trainer)
     data.prepare(module, lag_of(trainer))
     for callback in trainer.callbacks:
         if isinstance(callback, AsyncRollout):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -38,6 +37,7 @@ from lit_asyncrl.tasks.digits import ReverseDigits
 from lit_asyncrl.tasks.prompt_source import PromptSource, Refill, derive_seed
 from lit_asyncrl.tasks.runner import RewardRunner
 from lit_asyncrl.types import Completion, Prompt, SamplingParams, TrainBatch, TrajectoryGroup
+from lit_asyncrl.waits import Countdown
 
 if TYPE_CHECKING:
     from lit_asyncrl.module import PolicyModule
@@ -177,6 +177,8 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         install_atomic_io(self.trainer)
         module = self._module
+        if stage == "fit":
+            check_files(self.trainer)
         publish_lag = lag_of(self.trainer)
         self.prepare(module, publish_lag)
         if self.save_rollouts is not None:
@@ -288,7 +290,7 @@ class RolloutDataModule(LightningDataModule):
             raise ConfigurationError(
                 "trainer.callbacks must hold AsyncRollout to train, got none. Add lit_asyncrl.callbacks.AsyncRollout."
             )
-        deadline = time.monotonic() + self.data_timeout_s
+        countdown = Countdown(self.data_timeout_s, TAKE_SLICE_S)
         while True:
             ended = self.worker.exhausted
             self.while_waiting()
@@ -298,7 +300,7 @@ class RolloutDataModule(LightningDataModule):
                 # Seen before the last look into the pool: what was in flight then is in there, or is sent again.
                 if ended and self.worker.exhausted:
                     raise PromptsExhausted from error
-                if time.monotonic() >= deadline:
+                if not countdown.left_s:
                     raise WaitTimeoutError(
                         f"data.data_timeout_s must cover the longest wait for a batch, got {self.data_timeout_s} s without one. "
                         f"{self._starved()}Waited for {str(error).partition(' for ')[2]}"
@@ -406,6 +408,12 @@ class RolloutDataModule(LightningDataModule):
 def lag_of(trainer: Any) -> int:
     """The lag that the AsyncRollout callback forces, in updates; the datamodule is set up before any callback is."""
     return max((getattr(callback, "publish_lag", 0) for callback in getattr(trainer, "callbacks", ())), default=0)
+
+
+def check_files(trainer: Any) -> None:
+    """Let callbacks refuse files that they are to read or write: before the policy, which may be large, is loaded."""
+    for callback in getattr(trainer, "callbacks", ()):
+        getattr(callback, "check_files", lambda: None)()
 
 
 def _global_seed() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,6 +12,7 @@ from lit_asyncrl.errors import ConfigurationError, EngineError, WaitTimeoutError
 from lit_asyncrl.interfaces import GenerationEngine, RewardScorer, Task
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import Completion, GenerationRequest, Prompt, Response, SamplingParams
+from lit_asyncrl.waits import Countdown
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Evaluator:
                 )
         results: list[Completion | None] = [None] * len(requests)
         missing = len(requests)
-        deadline = time.monotonic() + self._timeout_s
+        countdown = Countdown(self._timeout_s, POLL_S)
         self._engine.submit(requests)
         while missing:
             self._supervisor.raise_if_stopping()
@@ -185,7 +185,7 @@ class Evaluator:
                     results[order[completion.request_id]] = completion
                     missing -= 1
                     self.num_answers += 1
-            if time.monotonic() > deadline and missing:
+            if missing and not countdown.left_s:
                 raise WaitTimeoutError(
                     f"Evaluation {batch.name!r} had {missing} of {len(requests)} responses missing after {self._timeout_s:.0f} s."
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ class TrainLoader:
 
     def __len__(self) -> int:
         return self._data.updates_per_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: where a resumed run goes on is in the datamodule's pool and prompts. Without it Lightning would warn."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to restore."""
 
     def __iter__(self) -> Iterator[TrainBatch]:
         for _ in range(len(self)):

@@ -53,6 +53,10 @@ MAX_CONSECUTIVE_SKIPS = 10
 """Updates in a row without a finite gradient, or without a token to train, after which the run ends."""
 
 
+CHECKPOINT_FORMAT = 2
+"""Version of what a checkpoint holds; one of another version is refused by name."""
+
+
 class Evaluate(Protocol):
     """What `validation_step`, `test_step` and `predict_step` call; given by the AsyncRollout callback."""
 
@@ -239,10 +243,9 @@ class PolicyModule(LightningModule):
         if data.max_policy_age is None:
             return parts, []
         for part in parts:
-            kept, _ = without_over_age(part, self.policy_version, data.max_policy_age, data.age_measure)
-            lost = (part.loss_mask & ~kept.loss_mask).any(-1)
-            left_out += [number + group for group in part.group_index[lost].unique().tolist()]
-            number += len(part.group_index.unique())
+            kept, over_age = without_over_age(part, self.policy_version, data.max_policy_age, data.age_measure)
+            left_out += [number + group for group in over_age]
+            number += int(part.group_index.max()) + 1
             young.append(kept)
         return young, left_out
 
@@ -346,6 +349,7 @@ class PolicyModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the version, where the model came from, and the random generators' states."""
         checkpoint["lit_asyncrl"] = {
+            "format": CHECKPOINT_FORMAT,
             "policy_version": self.policy_version,
             "policy_path": self.policy.path,
             "num_skipped": self.num_skipped,
@@ -356,21 +360,23 @@ class PolicyModule(LightningModule):
         """Restore the version, and keep the random generators' states for the start of training.
 
         Raises:
-            CheckpointError: the file was not written by this version of lit-asyncrl, or is of another model.
+            CheckpointError: the file was not written by this version of lit-asyncrl, or is of another model; names it.
         """
+        where = "a file" if self._trainer is None else repr(str(self._trainer.ckpt_path))
         if "lit_asyncrl" not in checkpoint:
-            raise CheckpointError("ckpt_path must name a checkpoint written by lit-asyncrl, got one without its version record.")
-        if missing := {"policy_version", "policy_path", "num_skipped", "rng"} - set(checkpoint["lit_asyncrl"]):
+            raise CheckpointError(f"ckpt_path must name a checkpoint written by lit-asyncrl, got {where}.")
+        if (written := checkpoint["lit_asyncrl"].get("format", 1)) != CHECKPOINT_FORMAT:
             raise CheckpointError(
-                f"ckpt_path must name a checkpoint of this version of lit-asyncrl, got one without {sorted(missing)}. "
-                "`lit-asyncrl export` reads its policy: start anew with that."
+                f"ckpt_path must name a checkpoint of format {CHECKPOINT_FORMAT}, which this version of lit-asyncrl writes, got "
+                f"{where} of format {written}. `lit-asyncrl export` reads its policy: start anew with that, or remove the file."
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
         saved = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
         if other := [name for name in saved if saved[name] != shapes.get(name)]:
             raise CheckpointError(
-                f"model.policy.path must hold a model like the checkpoint's ({checkpoint['lit_asyncrl']['policy_path']!r}), got "
-                f"{self.policy.path!r}, where {other[0]} is {shapes.get(other[0])} and not {saved[other[0]]}. Give its model."
+                f"model.policy.path must hold a model like that of the checkpoint {where} "
+                f"({checkpoint['lit_asyncrl']['policy_path']!r}), got {self.policy.path!r}, where {other[0]} is "
+                f"{shapes.get(other[0])} and not {saved[other[0]]}. Give its model, or another checkpoint."
             )
         path = checkpoint["lit_asyncrl"]["policy_path"]
         if path != self.policy.path:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lit_asyncrl.errors import StopRequested, WaitTimeoutError
-from lit_asyncrl.waits import Changed
+from lit_asyncrl.waits import Changed, Countdown
 
 POLL_S = 0.1
 """Longest time, in seconds, that a wait goes without looking for a fault or a stop request."""
@@ -126,7 +126,7 @@ class Supervisor:
             BaseException: the first fault of another part.
         """
         wait = _Wait(who, what)
-        deadline = wait.since + timeout_s
+        countdown = Countdown(timeout_s, POLL_S)
         self._waits[id(wait)] = wait
         try:
             with changed:
@@ -134,12 +134,11 @@ class Supervisor:
                     self.raise_if_stopping()
                     if predicate():
                         return
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
+                    if not (left_s := countdown.left_s):
                         raise WaitTimeoutError(
                             f"{who} waited {timeout_s:.1f} s for {what}. Waits in progress: {self.describe_waits()}."
                         )
-                    changed.wait_news(min(POLL_S, remaining))
+                    changed.wait_news(min(POLL_S, left_s))
         finally:
             del self._waits[id(wait)]
             with self._lock:

@@ -19,6 +19,32 @@ Item = TypeVar("Item")
 
 IDLE_S = 1.0
 """How often, in seconds, a thread without messages wakes up."""
+LOOK_S = 0.25
+"""How often, in seconds, a wait looks at its countdown."""
+
+
+class Countdown:
+    """A time limit that runs while this process does: after a stop (Ctrl-Z, SIGSTOP), what came meanwhile must be read first.
+
+    Between two looks at most twice their usual distance counts.
+
+    Args:
+        limit_s: seconds.
+        look_s: how often `left_s` is read, in seconds.
+    """
+
+    def __init__(self, limit_s: float, look_s: float = LOOK_S) -> None:
+        self._left_s = limit_s
+        self._most_s = 2 * look_s
+        self._seen = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, down to 0."""
+        now = time.monotonic()
+        self._left_s -= min(now - self._seen, self._most_s)
+        self._seen = now
+        return max(0.0, self._left_s)
 
 
 class Changed:
@@ -53,8 +79,13 @@ class Changed:
         Returns:
             Whether it holds; False after `timeout_s` seconds.
         """
+        countdown = Countdown(timeout_s)
         with self._condition:
-            return self._condition.wait_for(predicate, max(0.0, timeout_s))
+            while not predicate():
+                if not (left_s := countdown.left_s):
+                    return False
+                self._condition.wait(min(LOOK_S, left_s))
+            return True
 
     def wait_news(self, timeout_s: float) -> None:
         """Wait for the next `notify_all`, at most `timeout_s` seconds; the caller holds the lock."""

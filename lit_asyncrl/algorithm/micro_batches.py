@@ -42,9 +42,8 @@ def split_updates(micro_batches: Sequence[MicroBatch], num_updates: int) -> list
     updates: list[list[MicroBatch]] = [[] for _ in range(num_updates)]
     dealt = 0
     for part in micro_batches:
-        names, group_index = part.group_index.unique(return_inverse=True)
-        number = (group_index + dealt) % num_updates
-        dealt += len(names)
+        number = (part.group_index + dealt) % num_updates
+        dealt += int(part.group_index.max()) + 1
         for i in number.unique().tolist():
             chosen = select(part, (number == i).nonzero().squeeze(-1))
             updates[i].append(replace(chosen, group_index=chosen.group_index.unique(return_inverse=True)[1]))
@@ -58,7 +57,7 @@ def policy_ages(micro_batch: MicroBatch, policy_version: int) -> Tensor:
 
 def without_over_age(
     micro_batch: MicroBatch, policy_version: int, max_policy_age: int, measure: Literal["mean", "oldest"]
-) -> tuple[MicroBatch, int]:
+) -> tuple[MicroBatch, list[int]]:
     """Train no token of groups whose age is above the bound; they stay where they are.
 
     Args:
@@ -68,16 +67,18 @@ def without_over_age(
         measure: age of a group: the mean over its trained tokens, or that of its oldest one.
 
     Returns:
-        The micro-batch with their loss mask cleared, and how many groups that are.
+        The micro-batch with their loss mask cleared, and which groups those are, by `group_index`.
     """
-    names, group_index = micro_batch.group_index.unique(return_inverse=True)
-    group = group_index[:, None].expand_as(micro_batch.loss_mask)[micro_batch.loss_mask]
-    ages = policy_ages(micro_batch, policy_version)
+    index = micro_batch.group_index
+    group = index[:, None].expand_as(micro_batch.loss_mask)[micro_batch.loss_mask]
+    excess = policy_ages(micro_batch, policy_version) - max_policy_age
+    over = excess.new_zeros(len(index.bincount()))  # a group without trained tokens stays at 0
     if measure == "oldest":
-        over = ages.new_zeros(len(names)).scatter_reduce_(0, group, ages, "amax") > max_policy_age
+        over.scatter_reduce_(0, group, excess, "amax")
     else:  # in integers: a bound is not missed by a rounding
-        over = ages.new_zeros(len(names)).index_add_(0, group, ages - max_policy_age) > 0
-    return replace(micro_batch, loss_mask=micro_batch.loss_mask & ~over[group_index][:, None]), int(over.sum())
+        over.index_add_(0, group, excess)
+    kept = micro_batch.loss_mask & (over <= 0)[index][:, None]
+    return replace(micro_batch, loss_mask=kept), (over > 0).nonzero().squeeze(-1).tolist()
 
 
 def trained_counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:

@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
+import warnings
 from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from tqdm import tqdm
 
+from lit_asyncrl.callbacks.rollout_settings import check_arguments, check_settings
 from lit_asyncrl.callbacks.signals import SignalHandlers
 from lit_asyncrl.callbacks.tapes import open_tape
+from lit_asyncrl.checkpoint_io import save_last
 from lit_asyncrl.datamodule import RolloutDataModule
 from lit_asyncrl.errors import ConfigurationError, StopRequested
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult, Evaluator
@@ -34,14 +39,12 @@ from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.policy import end_of_sequence_ids, probe_ids, resolve_policy_path, vocabulary_size
 from lit_asyncrl.pool.ledger import INTERRUPTED, UNPROVED
+from lit_asyncrl.pool.pool import BATCH_WAITER
 from lit_asyncrl.recording.configuration import check_tape
 from lit_asyncrl.recording.recorder import RunRecorder
 from lit_asyncrl.recording.replay import RunReplay
 from lit_asyncrl.supervisor import CLOSED
 from lit_asyncrl.watchdog import Watchdog
-
-PRECISIONS = ("32-true", "bf16-mixed", "64-true")
-"""Values of `trainer.precision` that keep the master weights exact."""
 
 
 class AsyncRollout(Callback):
@@ -96,25 +99,6 @@ class AsyncRollout(Callback):
         record_run: str | None = None,
         replay_run: str | None = None,
     ) -> None:
-        problems = [
-            f"AsyncRollout.{key} must be {contract}, got {value}."
-            for key, value, contract, holds in (
-                ("publish_lag", publish_lag, "0 or above", publish_lag >= 0),
-                ("publish_lag_start", publish_lag_start, "0 or above", publish_lag_start >= 0),
-                ("probe_tolerance", probe_tolerance, "above 0 nats", probe_tolerance is None or probe_tolerance > 0),
-                ("max_model_len", max_model_len, "at least 2 tokens", max_model_len is None or max_model_len >= 2),
-                ("sync_timeout_s", sync_timeout_s, "above 0 seconds", sync_timeout_s > 0),
-                ("evaluation_timeout_s", evaluation_timeout_s, "above 0 seconds", evaluation_timeout_s > 0),
-                ("max_restarts", max_restarts, "0 or above", max_restarts >= 0),
-                ("silent_timeout_s", silent_timeout_s, "above 0 seconds", silent_timeout_s > 0),
-                ("stall_timeout_s", stall_timeout_s, "above 0 seconds", stall_timeout_s > 0),
-                ("grace_s", grace_s, "above 0 seconds", grace_s > 0),
-                ("trainer_threads", trainer_threads, "at least 1", trainer_threads is None or trainer_threads >= 1),
-            )
-            if not holds
-        ]
-        if problems:
-            raise ConfigurationError(" ".join(problems))
         self.engine = engine or HFEngine()
         self.publish_lag = publish_lag
         self.publish_lag_start = publish_lag_start
@@ -132,11 +116,14 @@ class AsyncRollout(Callback):
         self.trainer_threads = trainer_threads
         self.record_run = record_run
         self.replay_run = replay_run
+        check_arguments(self)
         self.configuration: dict[str, Any] = {}
         self.first_results: dict[str, EvaluationResult] = {}
         self.last_results: dict[str, EvaluationResult] = {}
-        self.train_started_at = float("nan")
-        self.train_s = 0.0
+        self._train_started_at: float | None = None
+        self._down_before_s = 0.0
+        self._spent: dict[str, float] = {}
+        self._restarting: RestartingEngine | None = None
         self._running = False
         self._previous_threads: int | None = None
         self._signals: SignalHandlers | None = None
@@ -162,7 +149,17 @@ class AsyncRollout(Callback):
         self.supervisor = data.supervisor
         check_settings(self, trainer, pl_module, data)
         self._resumed, self.first_results, self.last_results = False, {}, {}  # of an earlier run with these objects
+        self._train_started_at, self._spent, self._saved_version = None, {}, -1
         pl_module.evaluate = self.evaluate
+        lock_bars_in_process()
+
+    def check_files(self) -> None:
+        """Refuse a record that cannot be written or replayed.
+
+        Raises:
+            ConfigurationError: what is wrong, and the remedy.
+        """
+        check_tape(self.record_run, self.replay_run, self.configuration)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the engine with the trainer's weights (restored ones when resuming)."""
@@ -200,16 +197,9 @@ class AsyncRollout(Callback):
         probe = probe_ids(tokenizer, vocabulary_size(module.model))
         self._set_threads()
         self._own_engine = self.engine  # given back by `close`
-        self.engine = restarting = RestartingEngine(
-            self._own_engine,
-            supervisor=self.supervisor,
-            max_restarts=self.max_restarts,
-            silent_timeout_s=self.silent_timeout_s,
-            on_lost=lambda tokens: data.pool.ledger.add_tokens("dropped", tokens, INTERRUPTED),
-        )
-        self._tape = open_tape(self, resumed=self._resumed)
-        if self._tape is not None:
-            self.engine = self._tape.engine
+        self._restarting = None
+        self._tape = open_tape(self, self._watched_engine, resumed=self._resumed)
+        self.engine = self._watched_engine() if self._tape is None else self._tape.engine
         with self.supervisor.busy("trainer", "the engine's start", math.inf):  # its own start_timeout_s ends it
             self.engine.start(
                 path,
@@ -226,7 +216,7 @@ class AsyncRollout(Callback):
             max_noise=ROUNDED_NOISE if self.engine.rounds_weights else EXACT_NOISE,
             timeout_s=self.sync_timeout_s,
             supervisor=self.supervisor,
-            needs_weights=lambda: restarting.needs_weights,
+            needs_weights=lambda: self._restarting is not None and self._restarting.needs_weights,
             on_delivered=self._delivered,
         )
         data.while_waiting = self.publisher.redeliver_if_lost
@@ -258,6 +248,17 @@ class AsyncRollout(Callback):
             )
         self._publish()
         self.publisher.wait_delivered(self.sync_timeout_s)
+
+    def _watched_engine(self) -> RestartingEngine:
+        """The user's engine, to be started anew when it dies."""
+        self._restarting = RestartingEngine(
+            self._own_engine,
+            supervisor=self.supervisor,
+            max_restarts=self.max_restarts,
+            silent_timeout_s=self.silent_timeout_s,
+            on_lost=lambda tokens: self.data.pool.ledger.add_tokens("dropped", tokens, INTERRUPTED),
+        )
+        return self._restarting
 
     def _watch(self) -> None:
         """Take SIGTERM and SIGINT over, and begin to look whether everything gets on."""
@@ -303,7 +304,8 @@ class AsyncRollout(Callback):
                 self.first_results = self._evaluate_all("val")
             except StopRequested:
                 trainer.should_stop = True
-        self.train_started_at = time.monotonic()
+        self._train_started_at = time.monotonic()
+        self._down_before_s = 0.0 if self._restarting is None else self._restarting.down_s
         self._saved_version = self.module.policy_version
         self.data.pool.set_policy_version(self.module.policy_version)
         self.data.pool.open_admission()
@@ -328,7 +330,7 @@ class AsyncRollout(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop producing, evaluate the result (not after a signal), and save what was learnt since the last checkpoint."""
-        self.train_s = time.monotonic() - self.train_started_at
+        self._spent = self.spent()
         self.data.pool.close_admission()
         if self.evaluate_last and self.supervisor.stop_reason is None:
             with suppress(StopRequested):
@@ -336,6 +338,30 @@ class AsyncRollout(Callback):
         wanted = self.supervisor.stop_reason is not None or trainer.checkpoint_callback is not None
         if wanted and self.module.policy_version > self._saved_version:
             save_last(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where there was nothing left to train: say so, and evaluate what the checkpoint holds."""
+        if self._train_started_at is not None:
+            return
+        warnings.warn(nothing_left(trainer), stacklevel=2)
+        assert self._signals is not None
+        self._signals.install()
+        if self.evaluate_last and self.supervisor.stop_reason is None:
+            with suppress(StopRequested):
+                self.last_results = self._evaluate_all("val")
+
+    def spent(self) -> dict[str, float]:
+        """Of this session's training, so far or in all: seconds, waits and restarts, by attribute of `RunTotals`."""
+        if self._spent:
+            return self._spent
+        started, restarting = self._train_started_at, self._restarting
+        return {
+            "train_s": 0.0 if started is None else time.monotonic() - started,
+            "trainer_waited_s": self.supervisor.waited_s(BATCH_WAITER),
+            "engine_waited_s": 0.0 if started is None else self.worker.idle_s,
+            "engine_down_s": 0.0 if restarting is None or started is None else restarting.down_s - self._down_before_s,
+            "engine_restarts": 0 if restarting is None else restarting.restarts,
+        }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remember what is saved, so that a signal does not save it again."""
@@ -412,60 +438,22 @@ class AsyncRollout(Callback):
         self.first_results = {name: EvaluationResult(r["version"], r["metrics"]) for name, r in state_dict["first"].items()}
 
 
-def checkpoint_dir(trainer: Trainer) -> str:
-    """Where checkpoints of this run go: the ModelCheckpoint's folder, else `<log_dir>/checkpoints`."""
-    callback: Any = trainer.checkpoint_callback
-    if callback is not None and getattr(callback, "dirpath", None):
-        return str(callback.dirpath)
-    return os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")  # noqa: PTH118 - may be a URL
+def lock_bars_in_process() -> None:
+    """Give progress bars a lock of this process alone.
 
-
-def save_last(trainer: Trainer) -> None:
-    """Write `last.ckpt`, and tell ModelCheckpoint that it is its own, so that it does not write another beside it."""
-    callback: Any = trainer.checkpoint_callback
-    path = getattr(callback, "last_model_path", "") or os.path.join(checkpoint_dir(trainer), "last.ckpt")  # noqa: PTH118 - a URL
-    trainer.save_checkpoint(path, weights_only=False)
-    if callback is not None:
-        callback.last_model_path = path
-
-
-def check_settings(rollout: AsyncRollout, trainer: Trainer, module: PolicyModule, data: RolloutDataModule) -> None:
-    """Refuse settings that contradict each other, all in one message.
-
-    Raises:
-        ConfigurationError: naming keys, values and remedies.
+    TorchRL makes `spawn` the way to start processes, under which tqdm's own lock has a name in /dev/shm that outlives a SIGKILL.
     """
-    check_tape(rollout.record_run, rollout.replay_run, rollout.configuration)
-    problems = []
-    if data.max_policy_age is not None and data.max_policy_age < rollout.publish_lag:
-        problems.append(
-            f"data.max_policy_age must be at least publish_lag, got {data.max_policy_age} and {rollout.publish_lag} "
-            "(no group could ever be young enough). Raise max_policy_age or set it to null."
+    if not hasattr(tqdm, "_lock"):
+        tqdm.set_lock(threading.RLock())
+
+
+def nothing_left(trainer: Trainer) -> str:
+    """Why a `fit` has trained nothing, in words."""
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        return (
+            f"nothing left to train: the checkpoint is at update {trainer.global_step}, trainer.max_steps is {trainer.max_steps}."
         )
-    problems += module.contradictions(data)
-    behind = rollout.publish_lag + 2 * (
-        module.updates_per_batch - 1
-    )  # a lag is served in whole batches, and each ages by its own
-    if data.max_policy_age is not None and rollout.publish_lag and module.updates_per_batch > 1 and data.max_policy_age < behind:
-        problems.append(
-            f"data.max_policy_age must be at least {behind} with publish_lag {rollout.publish_lag} and model.updates_per_batch "
-            f"{module.updates_per_batch}, got {data.max_policy_age} (weights go out once a batch). Raise it or set it to null."
-        )
-    context = None if rollout.max_model_len is None else module.context_length()
-    if rollout.max_model_len is not None and context is not None and rollout.max_model_len > context:
-        problems.append(
-            f"AsyncRollout.max_model_len must be at most the model's context of {context} tokens, got {rollout.max_model_len}."
-        )
-    if trainer.world_size > 1:
-        problems.append(
-            f"trainer.devices times trainer.num_nodes must be 1, got {trainer.world_size} processes (groups, weights and "
-            "baselines are of one trainer process in this version). Set trainer.devices: 1."
-        )
-    precision = str(trainer.precision)
-    if precision not in PRECISIONS:
-        problems.append(
-            f"trainer.precision must be one of {PRECISIONS}, got {precision} (master weights stay in float32, where an update of "
-            "1e-6 does not vanish, and float16's loss scaling is not undone for exact score norms). Set bf16-mixed."
-        )
-    if problems:
-        raise ConfigurationError(" ".join(problems))
+    return (
+        f"nothing left to train: trainer.max_epochs is {trainer.max_epochs} (the run is at {trainer.current_epoch}), "
+        f"trainer.limit_train_batches is {trainer.limit_train_batches}."
+    )

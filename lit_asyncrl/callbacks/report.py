@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
 from lit_asyncrl.callbacks.async_rollout import AsyncRollout
+from lit_asyncrl.callbacks.totals import RunTotals
 from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.evaluation import EvaluationResult
 from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.pool.ledger import LedgerRow, format_table, totals
-from lit_asyncrl.pool.pool import BATCH_WAITER
 from lit_asyncrl.types import TrainBatch
 
 OVERVIEW = {
@@ -59,22 +59,39 @@ class RunReport(Callback):
         self.summary_name = summary_name
         self.summary: dict[str, Any] = {}
         self._warned = False
-        self._reset()
-
-    def _reset(self) -> None:
-        self._updates = 0
-        self._age_sum = self._age_max = self._tokens = 0.0
-        self._mixed_sum = self._trajectories = self._ess_sum = 0.0
-        self._evaluations: list[dict[str, float]] = []
+        self._totals = RunTotals()
+        self._resumed_at: int | None = None
         self._rows: list[LedgerRow] = []
-        self._last_at = time.monotonic()
-        self._generated_before = 0
+        self._rollout: AsyncRollout | None = None
+
+    @property
+    def rollout(self) -> AsyncRollout:
+        """The run's AsyncRollout."""
+        assert self._rollout is not None, "the report is of a fit"
+        return self._rollout
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier run with this object."""
+        if stage == "fit":
+            self._rollout = find_rollout(trainer)
+            self.summary, self._totals, self._resumed_at = {}, RunTotals(), None
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Remember where this session begins."""
+        self._resumed_at = int(checkpoint["lit_asyncrl"]["policy_version"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts of the run so far."""
+        return {} if self._rollout is None else self._totals.plus(self._rollout.spent()).state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from them."""
+        self._totals = RunTotals(**state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
-        self._reset()
-        self._rollout = find_rollout(trainer)
-        self._generated_before = self._rollout.engine.generated_tokens
+        self._last_at = time.monotonic()
+        self._generated_before = self.rollout.engine.generated_tokens
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_custom_scalars(OVERVIEW)
@@ -111,11 +128,11 @@ class RunReport(Callback):
         assert step is not None
         now = time.monotonic()
         interval, self._last_at = now - self._last_at, now
-        generated = self._rollout.engine.generated_tokens
+        generated = self.rollout.engine.generated_tokens
         new_tokens, self._generated_before = generated - self._generated_before, generated
-        seconds = module.times.drain() | self._rollout.worker.times.drain()
-        self._count(batch, step.ess_ratio)
-        pool = self._rollout.data.pool
+        seconds = module.times.drain() | self.rollout.worker.times.drain()
+        self._totals.count(batch, step.ess_ratio)
+        pool = self.rollout.data.pool
         return {
             **batch.stats,
             **step.metrics,
@@ -133,18 +150,9 @@ class RunReport(Callback):
             "throughput/trained_tokens_per_s": batch.num_trained_tokens / interval,
         }
 
-    def _count(self, batch: TrainBatch, ess_ratio: float) -> None:
-        self._updates += 1
-        self._ess_sum += ess_ratio
-        self._tokens += batch.num_trained_tokens
-        self._age_sum += batch.stats["pool/policy_age_mean"] * batch.num_trained_tokens
-        self._age_max = max(self._age_max, batch.stats["pool/policy_age_max"])
-        self._trajectories += batch.num_trajectories
-        self._mixed_sum += batch.stats["pool/mixed_version_share"] * batch.num_trajectories
-
     def _log_histograms(self, trainer: Trainer, module: PolicyModule, batch: TrainBatch, step: int) -> None:
         assert module.step is not None
-        completed = self._rollout.data.pool.completed_staleness()
+        completed = self.rollout.data.pool.completed_staleness()
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 histograms = {**batch.histograms, **completed, "weights/sequence_log_weight": module.step.log_weights.cpu()}
@@ -172,21 +180,32 @@ class RunReport(Callback):
     def _warn(self, logger: Any) -> None:
         if not self._warned:
             self._warned = True
-            rank_zero_warn(f"{type(logger).__name__} takes no text or histograms from RunReport: only scalars are logged there.")
+            warnings.warn(
+                f"{type(logger).__name__} takes no text or histograms from RunReport: only scalars are logged there.",
+                stacklevel=2,
+            )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the evaluations during training for the summary."""
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             assert isinstance(pl_module, PolicyModule)
             values = {k.removeprefix("val/"): float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-            self._evaluations.append({"policy_version": pl_module.policy_version, **values})
+            self._totals.evaluations.append({"policy_version": pl_module.policy_version, **values})
 
     # ---------------------------------------------------------------- the end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the summary and print the closing table."""
-        assert isinstance(pl_module, PolicyModule)
-        self.summary = self._summarize(trainer, pl_module)
+        self._sum_up(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same where there was nothing left to train."""
+        if not self.summary:
+            self._sum_up(trainer, pl_module)
+
+    def _sum_up(self, trainer: Trainer, module: LightningModule) -> None:
+        assert isinstance(module, PolicyModule)
+        self.summary = self._summarize(trainer, module)
         folder = trainer.log_dir
         if folder is not None and trainer.is_global_zero:
             path = Path(folder)
@@ -205,39 +224,34 @@ class RunReport(Callback):
                 logger.experiment.add_text("ledger", "```\n" + table + "\n```", trainer.global_step)
 
     def _summarize(self, trainer: Trainer, module: PolicyModule) -> dict[str, Any]:
-        rollout = self._rollout
+        rollout = self.rollout
         data, pool = rollout.data, rollout.data.pool
-        wall = max(rollout.train_s, 1e-9)
-        with rollout.worker.frozen():  # no response arrives meanwhile: both are of one instant
-            unfinished = rollout.worker.unfinished_tokens
-            self._rows = pool.ledger.rows(unfinished)
-            generated = rollout.worker.collected_tokens + unfinished
-        updates = max(self._updates, 1)
-        wait_trainer = data.supervisor.waited_s(BATCH_WAITER) / wall
-        wait_engine = rollout.worker.idle_s / wall
+        with rollout.worker.frozen():  # no response arrives meanwhile: all is of one instant
+            self._rows = pool.ledger.rows(rollout.worker.unfinished_tokens)
+        generated = sum(row.tokens for row in self._rows)
+        session = rollout.spent()
+        whole = self._totals.plus(session)
+        rejected_share = pool.groups_rejected / max(pool.ledger.num_dispatched, 1)
         return {
             "accuracy_before": _accuracy(rollout.first_results),
             "accuracy_after": _accuracy(rollout.last_results),
             "evaluation_before": _metrics_of(rollout.first_results),
             "evaluation_after": _metrics_of(rollout.last_results),
-            "evaluations": self._evaluations,
+            "evaluations": whole.evaluations,
             "policy_version": module.policy_version,
+            "resumed_at": self._resumed_at,
             "skipped_updates": module.num_skipped,
-            "wall_s": round(wall, 3),
+            "wall_s": round(whole.train_s, 3),
+            "session_wall_s": round(session["train_s"], 3),
             "generated_tokens": generated,
-            "trained_tokens": int(self._tokens),
-            "generated_tokens_per_s": generated / wall,
-            "trained_tokens_per_s": self._tokens / wall,
-            "policy_age_mean": self._age_sum / max(self._tokens, 1.0),
-            "policy_age_max": self._age_max,
-            "ess_ratio_mean": self._ess_sum / updates,
-            "mixed_version_share": self._mixed_sum / max(self._trajectories, 1.0),
+            "trained_tokens": whole.trained_tokens,
+            "generated_tokens_per_s": generated / max(whole.train_s, 1e-9),
+            **whole.means(),
             "groups_rejected": pool.groups_rejected,
             "tokens_rescored": pool.tokens_rescored,
-            "share_trainer_waits_for_data": wait_trainer,
-            "share_engine_waits_for_admission": wait_engine,
-            "rejected_share": pool.groups_rejected / max(pool.ledger.num_dispatched, 1),
-            "bound": bound_of(wait_trainer, wait_engine, pool.groups_rejected / max(pool.ledger.num_dispatched, 1)),
+            "rejected_share": rejected_share,
+            "engine_restarts": whole.engine_restarts,
+            "bound": whole.bound(rejected_share),
             "memory_mib": _memory_mib(),
             "ledger": totals(self._rows),
             "bias": pool.ledger.bias.means(),
@@ -254,6 +268,8 @@ class RunReport(Callback):
             "accuracy_after",
             "policy_version",
             "wall_s",
+            "session_wall_s",
+            "engine_restarts",
             "generated_tokens_per_s",
             "trained_tokens_per_s",
             "policy_age_mean",
@@ -285,17 +301,6 @@ def find_rollout(trainer: Trainer) -> AsyncRollout:
         if isinstance(callback, AsyncRollout):
             return callback
     raise ConfigurationError("trainer.callbacks must hold AsyncRollout beside RunReport, got none. Add it.")
-
-
-def bound_of(share_trainer_waits: float, share_engine_waits: float, share_rejected: float) -> str:
-    """In words, which side the run waits for, and what to do about it; a sampler that rejects much hides the engine's wait."""
-    if share_trainer_waits > max(0.1, share_engine_waits):
-        return f"generation-bound: the trainer waited {share_trainer_waits:.0%} of the time; give generation more cores or slots"
-    if share_engine_waits > 0.1:
-        return f"train-bound: the engine waited {share_engine_waits:.0%} of the time; give the trainer more cores"
-    if share_rejected > 0.25:
-        return f"train-bound: {share_rejected:.0%} of the groups were rejected as surplus; give the trainer more cores"
-    return "balanced"
 
 
 def _accuracy(results: dict[str, EvaluationResult]) -> float | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.recording.configuration import refuse_resumed
 from lit_asyncrl.recording.file import Header
 from lit_asyncrl.recording.recorder import RunRecorder
@@ -15,11 +17,14 @@ if TYPE_CHECKING:
     from lit_asyncrl.callbacks.async_rollout import AsyncRollout
 
 
-def open_tape(rollout: AsyncRollout, *, resumed: bool) -> RunRecorder | RunReplay | None:
+def open_tape(
+    rollout: AsyncRollout, make_engine: Callable[[], GenerationEngine], *, resumed: bool
+) -> RunRecorder | RunReplay | None:
     """What `record_run` or `replay_run` asks for in a `fit`; a replay also sets the recorded number of the trainer's threads.
 
     Args:
         rollout: set up, its engine not started.
+        make_engine: gives the engine to be recorded; not called by a replay, which has its own.
         resumed: whether the run goes on from a checkpoint.
 
     Raises:
@@ -35,7 +40,7 @@ def open_tape(rollout: AsyncRollout, *, resumed: bool) -> RunRecorder | RunRepla
     header = Header(rollout.configuration, data.run_seed, torch.get_num_threads(), module.device.type, torch.__version__)
     tape: RunRecorder | RunReplay
     if key == "record_run":
-        tape = RunRecorder(path, header, rollout.engine, data.prompts, rollout.supervisor)
+        tape = RunRecorder(path, header, make_engine(), data.prompts, rollout.supervisor)
     else:
         tape = RunReplay(path, header, data.prompts, module.probe_logprobs)
         tape.set_threads()

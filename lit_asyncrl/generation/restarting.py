@@ -21,7 +21,7 @@ from lit_asyncrl.errors import ConfigurationError, DeliveryLost, EngineDiedError
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import Completion, DeliveryReport, GenerationRequest, NamedTensors, Purpose
-from lit_asyncrl.waits import Changed, Thread, start_thread
+from lit_asyncrl.waits import Changed, Countdown, Thread, start_thread
 
 WHO = "generation engine"
 CONFIRM_S = 2.0
@@ -47,6 +47,7 @@ class RestartingEngine(GenerationEngine):
 
     Attributes:
         restarts: how often the engine was started anew.
+        down_s: seconds, all restarts together, from an engine's last sign of life to the weights of the next one.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class RestartingEngine(GenerationEngine):
                 f"{max_restarts} and {silent_timeout_s}."
             )
         self.restarts = 0
+        self._earlier_down_s = 0.0
+        self._down_since: float | None = None
         self._lost_tokens = 0
         self._on_lost = on_lost or (lambda tokens: None)
         self._inner = engine
@@ -79,7 +82,7 @@ class RestartingEngine(GenerationEngine):
         self._is_restarting = self._needs_weights = self._paused = self._closed = False
         self._failure: EngineError | None = None
         self._thread: Thread | None = None
-        self._silent_since: float | None = None
+        self._confirming: Countdown | None = None
         self._earlier_tokens = self._tokens_at_start = self._answered_tokens = self._most_tokens = 0
 
     @property
@@ -91,6 +94,12 @@ class RestartingEngine(GenerationEngine):
     def lost_tokens(self) -> int:
         """Training tokens that were counted in `generated_tokens`, and are in no answer and no `partial`."""
         return self._lost_tokens
+
+    @property
+    def down_s(self) -> float:
+        """See the class."""
+        with self._changed:
+            return self._earlier_down_s + (0.0 if self._down_since is None else time.monotonic() - self._down_since)
 
     @property
     def num_threads(self) -> int:
@@ -136,8 +145,9 @@ class RestartingEngine(GenerationEngine):
 
         with self._changed:
             self.restarts = self._lost_tokens = 0
+            self._earlier_down_s, self._down_since = 0.0, None
             self._outstanding = {}
-            self._delivery = self._failure = self._silent_since = None
+            self._delivery = self._failure = self._confirming = None
             self._needs_weights = self._paused = self._closed = False
             self._earlier_tokens = self._answered_tokens = self._most_tokens = 0
             self._start_inner = start_inner
@@ -224,7 +234,9 @@ class RestartingEngine(GenerationEngine):
                 with self._changed:
                     self._delivery = life
                     again = list(self._outstanding.values()) if self._needs_weights else []
-                    self._needs_weights = False
+                    if self._down_since is not None:
+                        self._earlier_down_s += time.monotonic() - self._down_since
+                    self._needs_weights, self._down_since = False, None
                     self._changed.notify_all()
                 if again:
                     self._inner.submit(again)
@@ -322,18 +334,20 @@ class RestartingEngine(GenerationEngine):
             if not isinstance(error, EngineDiedError) or self.restarts >= self._max_restarts:
                 return False
             self._is_restarting = True
+            if self._down_since is None:  # not yet served again since it died the last time
+                self._down_since = time.monotonic() - self._inner.silent_s
             self._changed.notify_all()
             self._thread = start_thread(lambda: self._restart(error), "engine-restart")
             return True
 
     def _raise_if_silent(self, *, at_once: bool = False) -> None:
-        silent_s, now = self._inner.silent_s, time.monotonic()
+        silent_s = self._inner.silent_s
         if silent_s <= self._silent_timeout_s:
-            self._silent_since = None
+            self._confirming = None
             return
-        if self._silent_since is None:
-            self._silent_since = now
-        if at_once or now - self._silent_since >= CONFIRM_S:
+        if self._confirming is None:
+            self._confirming = Countdown(CONFIRM_S)
+        if at_once or not self._confirming.left_s:
             raise EngineDiedError(
                 f"The generation engine must give a sign of life within silent_timeout_s = {self._silent_timeout_s:g} s, and has "
                 f"given none for {silent_s:.0f} s."
@@ -396,7 +410,7 @@ class RestartingEngine(GenerationEngine):
         with self._changed:
             self._tokens_at_start = self._inner.generated_tokens
             self._life += 1
-            self._silent_since = None
+            self._confirming = None
             self._is_restarting, self._needs_weights = False, True
             closed = self._closed
             self._changed.notify_all()

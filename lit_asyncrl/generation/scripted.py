@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,8 @@ from lit_asyncrl.waits import Changed
 
 class ScriptedEngine(GenerationEngine):
     """Answers every request at once with what a function says; a request's `partial` takes the place of its first tokens.
+
+    A subclass may let training requests wait for their turn (`_next_due`).
 
     Args:
         respond: (request, served version) -> completion.
@@ -29,7 +30,7 @@ class ScriptedEngine(GenerationEngine):
         self._respond = respond
         self._score_probe = score_probe or (lambda version, weights, ids: [0.0] * (len(ids) - 1))
         self._changed = Changed()
-        self._waiting: deque[GenerationRequest] = deque()
+        self._waiting: dict[Purpose, dict[int, GenerationRequest]] = {purpose: {} for purpose in PURPOSES}  # by id
         self._finished: dict[Purpose, list[Completion]] = {purpose: [] for purpose in PURPOSES}
         self._report: DeliveryReport | None = None
         self._version = -1
@@ -47,7 +48,8 @@ class ScriptedEngine(GenerationEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue the requests' answers."""
         with self._changed:
-            self._waiting.extend(requests)
+            for request in requests:
+                self._waiting[request.purpose][request.request_id] = request
             self._answer_waiting()
 
     def completions(self, timeout_s: float) -> list[Completion]:
@@ -60,9 +62,10 @@ class ScriptedEngine(GenerationEngine):
 
     def begin_update(self, version: int, weights: NamedTensors) -> None:
         """Serve the version from now on."""
+        report = DeliveryReport(version, self._score_probe(version, weights, self._probe_ids), pause_s=0.0)
         with self._changed:
-            self._version = version
-            self._report = DeliveryReport(version, self._score_probe(version, weights, self._probe_ids), pause_s=0.0)
+            self._version, self._report = version, report
+            self._answer_waiting()
 
     def finish_update(self, timeout_s: float) -> DeliveryReport:
         """The report of `begin_update`."""
@@ -73,7 +76,7 @@ class ScriptedEngine(GenerationEngine):
     def partial_completions(self) -> list[Completion]:
         """Training answers that were not taken, and what held requests came with."""
         with self._changed:
-            held = [(request.partial, request.request_id) for request in self._waiting if request.purpose == "train"]
+            held = [(request.partial, request.request_id) for request in self._waiting["train"].values()]
             found = [*((answer, answer.request_id) for answer in self._finished["train"]), *held]
             return [
                 replace(partial, request_id=request_id, finish_reason="abort")
@@ -116,19 +119,23 @@ class ScriptedEngine(GenerationEngine):
             taken, self._finished[purpose] = self._finished[purpose], []
             return taken
 
+    def _next_due(self) -> GenerationRequest | None:
+        """The waiting training request to answer next, if any may be answered now; the lock is held."""
+        return next(iter(self._waiting["train"].values()), None)
+
     def _answer_waiting(self) -> None:
-        held: deque[GenerationRequest] = deque()
-        for request in self._waiting:
-            if self._paused and request.purpose == "train":
-                held.append(request)
-                continue
-            completion = _after_partial(request, self._respond(request, self._version))
-            self._finished[request.purpose].append(completion)
-            if request.purpose == "train":
-                carried = 0 if request.partial is None else len(request.partial.token_ids)
-                self._generated_tokens += len(completion.token_ids) - carried
-        self._waiting = held
+        for request in list(self._waiting["evaluation"].values()):
+            self._answer(request)
+        while not self._paused and (due := self._next_due()) is not None:
+            carried = 0 if due.partial is None else len(due.partial.token_ids)
+            self._generated_tokens += len(self._answer(due).token_ids) - carried
         self._changed.notify_all()
+
+    def _answer(self, request: GenerationRequest) -> Completion:
+        del self._waiting[request.purpose][request.request_id]
+        completion = _after_partial(request, self._respond(request, self._version))
+        self._finished[request.purpose].append(completion)
+        return completion
 
 
 def _after_partial(request: GenerationRequest, answer: Completion) -> Completion:

@@ -34,7 +34,14 @@ class GroupStorage(LazyStackStorage):
 
     Thousands of waiting TensorDicts would cost more in garbage collection than all else here. Entries are written as groups; a
     sampler that rewrites one gives the TensorDict that it changed.
+
+    Args:
+        max_size: slots.
     """
+
+    def __init__(self, max_size: int) -> None:
+        # Counters for other processes would have names in /dev/shm, which a SIGKILL leaves there: a "compilable" one has none.
+        super().__init__(max_size, compilable=True)
 
     def group(self, slot: int) -> TrajectoryGroup:
         """The group in a slot."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_asyncrl.errors import ConfigurationError
-from lit_asyncrl.recording.file import Header, read_header, refuse_existing
+from lit_asyncrl.recording.file import Header, check_new, read_header
 
 MAY_DIFFER = (
     r"(config|ckpt_path|subcommand)(\..*)?",
@@ -107,7 +107,7 @@ def _is_lower(now: Any, before: Any) -> bool:
 
 
 def check_tape(record_run: str | None, replay_run: str | None, configuration: Mapping[str, Any]) -> None:
-    """Refuse, before anything exists, to record over a file or to replay what is no record of this configuration.
+    """Refuse, before anything exists, to record where that cannot be, or to replay what is no record of this configuration.
 
     Raises:
         ConfigurationError: what is wrong, and the remedy.
@@ -118,7 +118,7 @@ def check_tape(record_run: str | None, replay_run: str | None, configuration: Ma
             "The replay of a record would be recorded as it is."
         )
     if record_run is not None:
-        refuse_existing(record_run)
+        check_new(record_run)
     if replay_run is not None:
         _check_where_known(read_header(replay_run).configuration, configuration)
 

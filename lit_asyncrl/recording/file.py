@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -60,15 +61,13 @@ class RecordWriter:
         Raises:
             ConfigurationError: it exists, or cannot be written.
         """
-        refuse_existing(str(self._path))
+        check_new(str(self._path))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("xb", buffering=0)
             self._write(to_line(["header", FORMAT, asdict(header)]))
         except OSError as error:
-            raise ConfigurationError(
-                f"AsyncRollout.record_run must be a file that can be written, got {str(self._path)!r} ({error.strerror})."
-            ) from error
+            raise _unwritable(str(self._path), error) from error
         self._thread = start_thread(self._run, "run-recorder")
 
     def put(self, make: Callable[..., Event], *arguments: Any) -> None:
@@ -99,16 +98,26 @@ class RecordWriter:
             raise OSError("a line was written in part: no space left")
 
 
-def refuse_existing(path: str) -> None:
-    """Never overwrite a record.
+def check_new(path: str) -> None:
+    """Refuse a path where no record can be begun. Nothing is made.
 
     Raises:
-        ConfigurationError: the file exists.
+        ConfigurationError: the file exists (a record is never overwritten), or cannot be written.
     """
     if Path(path).exists():
         raise ConfigurationError(
             f"AsyncRollout.record_run must name a new file, got {path!r}, which exists. Give another path, or remove it."
         )
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # permission bits say nothing to root, nor of a read-only file system
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"AsyncRollout.record_run must be a file that can be written, got {path!r} ({error.strerror}).")
 
 
 def read_header(path: str) -> Header:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from lit_asyncrl.errors import ConfigurationError, RewardError, StopRequested
 from lit_asyncrl.interfaces import Task
 from lit_asyncrl.supervisor import POLL_S, Supervisor
 from lit_asyncrl.types import Example
-from lit_asyncrl.waits import Flag, Inbox, start_thread
+from lit_asyncrl.waits import Countdown, Flag, Inbox, start_thread
 
 MAX_REWARD = 1e30
 """Largest absolute value of a reward; weighted sums of such stay finite in float32."""
@@ -147,10 +146,10 @@ class RewardRunner:
 
     def _wait(self, job: _Job) -> bool:
         """Whether the job ended in time."""
-        deadline = time.monotonic() + self._timeout_s
-        while not job.done.wait(max(0.0, min(POLL_S, deadline - time.monotonic()))):
+        countdown = Countdown(self._timeout_s, POLL_S)
+        while not job.done.wait(min(POLL_S, countdown.left_s)):
             self._supervisor.raise_if_stopping()
-            if time.monotonic() >= deadline:
+            if not countdown.left_s:
                 return False
         return True
 

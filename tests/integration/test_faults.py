@@ -247,6 +247,21 @@ def test_a_reward_that_fails_at_times_is_survived_and_counted_where_that_is_aske
     assert [(row.reason, row.prompts) for row in failed] == [("reward", 2)]
 
 
+@pytest.mark.filterwarnings("ignore:A group is left out")
+def test_a_reward_that_hangs_at_times_is_survived_and_counted_where_that_is_asked_for(fit, held):
+    calls = iter(range(10**6))
+
+    def at_times(completion, example):
+        if next(calls) == 2:
+            held()
+        return float(len(completion))
+
+    module, data, _ = fit(data=rewarded(at_times, on_reward_error="skip", reward_timeout_s=0.5))
+    assert module.policy_version == 3
+    failed = [row for row in data.pool.ledger.rows() if row.state == "failed"]
+    assert [(row.reason, row.prompts) for row in failed] == [("reward", 1)]
+
+
 def test_a_reward_that_leaks_is_survived_and_its_memory_is_seen(fit):
     from lit_asyncrl.callbacks.report import _memory_mib
 

@@ -16,6 +16,7 @@ from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.evaluation import EvaluationSet
 from lit_asyncrl.generation.hf import HFEngine
 from lit_asyncrl.pool.pace import PaceSampler
+from lit_asyncrl.pool.sampler import FifoSampler
 from lit_asyncrl.recording.replay import ReplayError
 from lit_asyncrl.tasks.digits import ReverseDigits
 from lit_asyncrl.types import SamplingParams
@@ -179,6 +180,23 @@ def test_prompts_that_were_sent_again_are_sent_again_under_their_ids(policy, tmp
     assert_bit_equal(weights, again)
     # Those dropped after the last batch depend on when a run ends.
     assert 0 < replayed.pool.ledger.count("dropped", "zero variance") <= data.pool.ledger.count("dropped", "zero variance")
+
+
+@pytest.mark.filterwarnings("ignore:The record .* ends after 4 batches")
+def test_a_run_to_the_end_of_its_prompts_replays_to_there_without_an_engine_to_start_anew(policy, tmp_path, monkeypatch):
+    settings = {"task": ReverseDigits(3, 5, rewards=[LongAnswer()], num_train=4), "max_prompt_epochs": 2, "max_steps": 100}
+    settings |= {"max_policy_age": 1, "capacity_groups": None, "sampler": FifoSampler()}
+    path = str(tmp_path / "run.record")
+    data, weights = fit(policy, tmp_path, inline_rollout(record_run=path), **settings)
+    assert list(weights) == [1, 2, 3, 4]  # 2 epochs of 4 prompts, 2 an update
+
+    def unwanted(*_arguments, **_keywords):
+        raise AssertionError("a replay restarts nothing")
+
+    monkeypatch.setattr("lit_asyncrl.callbacks.async_rollout.RestartingEngine", unwanted)
+    replayed, again = fit(policy, tmp_path, inline_rollout(replay_run=path), **settings)
+    assert_bit_equal(weights, again)
+    assert replayed.pool.ledger.rows() == data.pool.ledger.rows()
 
 
 def test_groups_that_lost_members_replay_too(policy, tmp_path):

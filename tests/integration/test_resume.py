@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -233,6 +234,15 @@ def train_all(policy: str, folder: str) -> None:
     (Path(folder) / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
+def last_save(folder: Path) -> float:
+    """When the newest checkpoint was written; those that a run removes meanwhile do not count."""
+    newest = 0.0
+    for path in folder.glob("*.ckpt"):
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    return newest
+
+
 def kill_tree(process: subprocess.Popen) -> None:
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for each in tree:
@@ -248,12 +258,11 @@ def test_a_run_that_is_killed_at_random_trains_every_prompt_once(policy, tmp_pat
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     for kill in range(KILLS + 1):
-        marker = max((path.stat().st_mtime for path in (tmp_path / "saved").glob("*.ckpt")), default=0.0)
+        marker = last_save(tmp_path / "saved")
         process = subprocess.Popen(command, env=environment)
         deadline, delay = time.monotonic() + RUN_S, random.uniform(0.0, 1.0)
         while process.poll() is None and time.monotonic() < deadline:
-            newest = max((path.stat().st_mtime for path in (tmp_path / "saved").glob("*.ckpt")), default=0.0)
-            if kill < KILLS and newest > marker:  # it got on: it may be killed
+            if kill < KILLS and last_save(tmp_path / "saved") > marker:  # it got on: it may be killed
                 time.sleep(delay)
                 break
             time.sleep(0.02)

@@ -403,8 +403,9 @@ def test_a_run_that_hangs_after_sigterm_is_left_when_the_grace_is_used_up(start)
     run.assert_nothing_left()
 
 
-def test_a_second_ctrl_c_leaves_at_once(start):
-    run = start("save", mode="process")
+@pytest.mark.parametrize("window", ["optimizer step", "evaluation", "save"])
+def test_a_second_ctrl_c_leaves_at_once(start, window):
+    run = start(window, mode="process")
     next(c for c in run.children if "lit_asyncrl.generation.hf_worker" in c.cmdline()).suspend()  # cannot notice anything
     run.send(signal.SIGINT)
     wait_until(lambda: psutil.Process(run.pid).status() == psutil.STATUS_SLEEPING, ENDED_S)
@@ -438,9 +439,10 @@ def test_the_command_begins_with_the_launcher_that_takes_signals_over():
     assert launcher.index("signal.signal") < launcher.index("from lit_asyncrl.cli")
 
 
-def test_a_killed_trainer_leaves_no_engine(start):
+def test_a_killed_trainer_leaves_no_engine_and_no_name_in_shared_memory(start):
     run = start("save", mode="process")
     assert run.children
+    assert "/dev/shm/" not in Path(f"/proc/{run.pid}/maps").read_text(encoding="utf-8")
     run.send(signal.SIGKILL)
     assert run.end() == -signal.SIGKILL
     run.assert_nothing_left()

@@ -73,16 +73,16 @@ def aged(versions: list[list[int]], group_index: list[int]) -> MicroBatch:
 )
 def test_groups_over_the_age_bound_are_not_trained(bound: int, measure, kept: list[int]) -> None:  # type: ignore[no-untyped-def]
     batch = aged([[-1, 8, 6], [-1, 8, -1], [-1, 7, -1], [-1, 7, -1]], [0, 0, 1, 1])
-    result, number = without_over_age(batch, 9, bound, measure)
+    result, over_age = without_over_age(batch, 9, bound, measure)
     assert batch.group_index[result.loss_mask.any(-1)].unique().tolist() == kept
-    assert number == 2 - len(kept)
+    assert over_age == [group for group in (0, 1) if group not in kept]
     assert torch.equal(result.loss_mask[batch.group_index == 1], batch.loss_mask[2:] & (1 in kept))
 
 
 def test_a_group_without_trained_tokens_has_no_age() -> None:
     batch = aged([[-1, 0], [-1, 8]], [0, 1])
     batch.loss_mask = torch.tensor([[False, False], [False, True]])
-    assert without_over_age(batch, 9, 2, "mean")[1] == 0
+    assert without_over_age(batch, 9, 2, "mean")[1] == []
 
 
 def test_ages_are_those_at_each_update() -> None:
@@ -135,6 +135,12 @@ def test_without_a_bound_on_age_or_size_nothing_is_exceeded() -> None:
     data = Data()
     data.max_policy_age = data.max_tokens_per_micro_batch = None
     assert contradictions(GMCGRPO(), GroupMean(), 2, data) == []
+
+
+def test_two_responses_are_a_group() -> None:
+    data = Data()
+    data.group_size = 2
+    assert contradictions(SequenceTIS(), OPOB(), 1, data) == []
 
 
 @pytest.mark.parametrize("advantage", [OPOB(), GroupMean("sample_std")])

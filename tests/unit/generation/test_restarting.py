@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -354,6 +355,31 @@ def test_a_trainer_that_was_stopped_itself_believes_no_first_look(started: Any):
     inner.silence = 0.0
     engine.completions(0.0)
     assert inner.starts == 1
+
+
+def test_nor_a_look_from_before_the_stop(started: Any, monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    engine, inner = started(silent_timeout_s=5.0)
+    monkeypatch.setattr("lit_asyncrl.waits.time", clock)
+    inner.silence = 6.0
+    engine.completions(0.0)
+    clock.now_s += 3600.0  # the stop; what the engine has said meanwhile is not read yet
+    engine.completions(0.0)
+    inner.silence = 0.0
+    engine.completions(0.0)
+    assert inner.starts == 1
+
+
+def test_the_time_without_an_engine_ends_with_the_weights_of_the_next_one(started: Any):
+    engine, inner = started(DyingEngine([3]))
+    assert engine.down_s == 0.0
+    inner.silence = 3.0  # it was last heard of 3 s before
+    engine.completions(0.0)
+    assert engine.down_s >= 3.0
+    _deliver(engine, 1)
+    down_s = engine.down_s
+    engine.completions(0.0)
+    assert engine.down_s == down_s
 
 
 def test_a_restart_is_told_in_words(started: Any):

@@ -206,7 +206,7 @@ def test_a_paused_engine_answers_evaluations_only():
 
 
 def test_an_evaluation_that_was_not_recorded_stops_the_run():
-    with pytest.warns(UserWarning, match="no evaluation of these 1 responses"), pytest.raises(StopRequested):
+    with pytest.warns(UserWarning, match="no evaluation of request 3 at policy_version 0"), pytest.raises(StopRequested):
         engine_of([]).submit([request(3, "evaluation")])
 
 
