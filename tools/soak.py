@@ -69,8 +69,8 @@ class SettleLog(Callback):
             }
         )
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the end."""
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the end, also of a process that had nothing left to train."""
         rows = self._data.pool.ledger.rows()
         self._write(
             {
