@@ -5,6 +5,8 @@
     python tools/results_table.py --write              # into docs/study.md and README.md, between their marks
 
 A mark is `<!-- table:NAME -->`, its end `<!-- /table -->`. A table whose runs are not all made says how many are.
+Likewise for the figures of `plot_study.py`: `<!-- figure:NAME: what it shows -->` and `<!-- /figure -->`; one that is not drawn
+says so.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from study_results import RESULTS, Results
 from study_signal_tables import alarms, bias, gac_acting, gac_cosine, pace, ranking
 from study_tables import best_rates, claims, effort, headline, opob, rates, tasks, tic_gmc, warm
 
+FIGURES = ROOT / "docs" / "study"
 DOCUMENTS = (ROOT / "docs" / "study.md", ROOT / "README.md")
+FIGURE = re.compile(r"(<!-- figure:(\w+): (.*?) -->\n).*?(<!-- /figure -->)", flags=re.DOTALL)
 MARK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", flags=re.DOTALL)
 TABLES: dict[str, Callable[[Results], str]] = {
     f.__name__: f
@@ -43,8 +47,16 @@ TABLES: dict[str, Callable[[Results], str]] = {
 }
 
 
+def figure(document: Path, name: str, shows: str) -> str:
+    """The Markdown of a figure, if it is drawn."""
+    path = FIGURES / f"{name}.png"
+    if not path.is_file():
+        return f"*not drawn yet (`python tools/plot_study.py {name}`)*"
+    return f"![{shows}]({path.relative_to(document.parent).as_posix()})"
+
+
 def write(document: Path, results: Results) -> int:
-    """Replace the tables between a document's marks. Returns how many there are.
+    """Replace the tables and figures between a document's marks. Returns the number of tables.
 
     Raises:
         SystemExit: a mark names no table.
@@ -53,6 +65,7 @@ def write(document: Path, results: Results) -> int:
     if unknown := [name for _, name, _ in MARK.findall(text) if name not in TABLES]:
         raise SystemExit(f"{document.name}: marks must name one of {', '.join(TABLES)}, got {', '.join(unknown)}.")
     new, number = MARK.subn(lambda found: f"{found[1]}\n{TABLES[found[2]](results)}\n\n{found[3]}", text)
+    new = FIGURE.sub(lambda found: f"{found[1]}\n{figure(document, found[2], found[3])}\n\n{found[4]}", new)
     if new != text:
         document.write_text(new, encoding="utf-8")
     return number

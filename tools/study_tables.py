@@ -85,7 +85,7 @@ def _rates_of(results: Results, form: Form, lag: int) -> str:
                 else f"{statistics.median(r['accuracy'] for r in runs):.2f}" + (f" ({fallen} fell)" if fallen else "")
             )
         stable = [rate for rate in RATES if rate in by_rate and is_stable(by_rate[rate], reference)]
-        row.append(" ".join(map(rate_text, stable)) or "none")
+        row.append(" ".join(map(rate_text, stable)) or ("none" if by_rate else "-"))
         rows.append(row)
     return table(["method", *map(rate_text, RATES), "stable rates"], rows)
 

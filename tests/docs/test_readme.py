@@ -38,6 +38,12 @@ def test_every_file_that_the_readme_links_to_exists() -> None:
         assert (ROOT / target).is_file(), target
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_every_file_that_a_page_links_to_exists(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
 def test_every_tool_and_config_that_the_readme_names_exists() -> None:
     for path in re.findall(r"`?((?:tools|configs|docs)/[\w/.-]+\.(?:py|sh|yaml|md|png))", README):
         assert (ROOT / path).is_file(), path

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import plot_study
 import pytest
 import results_table
 from study_grid import SEEDS, Cell, cell, headline
@@ -88,6 +89,19 @@ def test_marks_are_replaced_and_the_rest_stays(tmp_path: Path) -> None:
     assert document.read_text(encoding="utf-8") == filled
 
 
+def test_a_figure_is_shown_once_it_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("<!-- figure:rates: What it shows -->\n<!-- /figure -->\n", encoding="utf-8")
+    monkeypatch.setattr(results_table, "FIGURES", tmp_path / "study")
+    results_table.write(document, Results(tmp_path / "none.jsonl"))
+    assert "*not drawn yet (`python tools/plot_study.py rates`)*" in document.read_text(encoding="utf-8")
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "rates.png").touch()
+    results_table.write(document, Results(tmp_path / "none.jsonl"))
+    shown = "<!-- figure:rates: What it shows -->\n\n![What it shows](study/rates.png)\n\n<!-- /figure -->\n"
+    assert document.read_text(encoding="utf-8") == shown
+
+
 def test_a_mark_that_names_no_table_is_refused(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     document.write_text("<!-- table:nothing -->\n<!-- /table -->\n", encoding="utf-8")
@@ -98,6 +112,11 @@ def test_a_mark_that_names_no_table_is_refused(tmp_path: Path) -> None:
 def test_the_page_of_the_study_has_a_mark_for_every_table() -> None:
     page = results_table.DOCUMENTS[0].read_text(encoding="utf-8")
     assert {name for _, name, _ in results_table.MARK.findall(page)} == set(results_table.TABLES)
+
+
+def test_the_page_of_the_study_has_a_mark_for_every_figure() -> None:
+    page = results_table.DOCUMENTS[0].read_text(encoding="utf-8")
+    assert {found[1] for found in results_table.FIGURE.findall(page)} == set(plot_study.FIGURES)
 
 
 def test_numbers_as_text() -> None:
