@@ -53,16 +53,23 @@ NAMES = {
 }
 
 
-OVER_A_DIMENSION = {"any", "argmax", "cumsum", "gather", "log_softmax", "logsumexp", "mean", "scatter_add_", "squeeze", "sum"}
+OVER_A_DIMENSION = {"any", "argmax", "cumprod", "gather", "logsumexp", "mean", "scatter_add_", "squeeze", "sum"}
 """Tensor methods whose first argument is a dimension."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed module."""
+    """One changed module.
+
+    Attributes:
+        path: of the module.
+        lines: that hold what is changed; a condition's, where it is negated.
+        change: what is done there.
+        source: the changed module.
+    """
 
     path: Path
-    line: int
+    lines: range
     change: str
     source: str
 
@@ -198,5 +205,7 @@ def mutants_of(path: Path) -> list[Mutant]:
         changed = copy.deepcopy(tree)
         apply(list(ast.walk(changed))[place[id(node)]])
         source = ast.unparse(ast.fix_missing_locations(changed))
-        mutants.append(Mutant(path, getattr(node, "lineno", 0), change, source))
-    return sorted(mutants, key=lambda mutant: mutant.line)
+        place_of = node.test if isinstance(node, ast.If | ast.IfExp) else node
+        lines = range(place_of.lineno, place_of.end_lineno + 1)  # type: ignore[attr-defined]
+        mutants.append(Mutant(path, lines, change, source))
+    return sorted(mutants, key=lambda mutant: mutant.lines.start)

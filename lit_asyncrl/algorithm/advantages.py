@@ -19,7 +19,7 @@ Weighting = Literal["paper", "released"]
 Scope = Literal["group", "batch"]
 
 MIN_STD = 1e-8
-"""A group whose rewards spread less counts as one of equal rewards."""
+"""A group whose rewards spread no more counts as one of equal rewards."""
 
 RELEASED_MAX_WEIGHT = 8.0
 """Cap on the sequence weight in VCPO's released scripts, used by the released weighting."""
@@ -72,7 +72,7 @@ class LeaveOneOut(Advantage):
         score_norms_squared: Tensor | None,
     ) -> Tensor:
         """See `Advantage`; needs the rewards only."""
-        size = _group_sizes(group_index)[group_index]
+        size = group_index.bincount()[group_index]
         centred = (rewards - group_mean(rewards, group_index)) * reward_scale(rewards, group_index, "none")
         return (centred * size / (size - 1).clamp(min=1)).to(rewards.dtype)
 
@@ -205,7 +205,7 @@ class OPOB(Advantage):
 
 def _weighted_means(values: Tensor, index: Tensor, log_weights: Tensor) -> Tensor:
     """Weighted mean of `values` over each index, [B] float64; the plain mean where every weight is 0 (log-weight -inf)."""
-    num = _num_groups(index)
+    num = len(index.bincount())
     peak = log_weights.new_full((num,), -torch.inf).scatter_reduce_(0, index, log_weights, "amax")
     weights = torch.where(peak.isneginf()[index], 1.0, torch.exp(log_weights - peak[index]))
     totals = weights.new_zeros(num).index_add_(0, index, weights)
@@ -215,23 +215,16 @@ def _weighted_means(values: Tensor, index: Tensor, log_weights: Tensor) -> Tenso
 
 def group_mean(values: Tensor, group_index: Tensor) -> Tensor:
     """Mean of `values` [B] over each trajectory's group, [B] float64 (in which equal float32 rewards have an exact mean)."""
-    sums = values.new_zeros(_num_groups(group_index), dtype=torch.float64).index_add_(0, group_index, values.double())
-    return (sums / _group_sizes(group_index))[group_index]
+    sizes = group_index.bincount()
+    sums = values.new_zeros(len(sizes), dtype=torch.float64).index_add_(0, group_index, values.double())
+    return (sums / sizes)[group_index]
 
 
 def reward_scale(rewards: Tensor, group_index: Tensor, normalize: Normalize) -> Tensor:
     """1 / standard deviation (or 1) of each trajectory's group, [B] float64; 0 for a group of equal rewards."""
     variance = group_mean((rewards - group_mean(rewards, group_index)).square(), group_index)
     if normalize == "sample_std":
-        size = _group_sizes(group_index)[group_index]
+        size = group_index.bincount()[group_index]
         variance = variance * size / (size - 1).clamp(min=1)
     std = variance.sqrt()
     return torch.where(std > MIN_STD, torch.ones_like(std) if normalize == "none" else 1.0 / std, 0.0)
-
-
-def _group_sizes(group_index: Tensor) -> Tensor:
-    return torch.bincount(group_index, minlength=_num_groups(group_index))
-
-
-def _num_groups(group_index: Tensor) -> int:
-    return int(group_index.max()) + 1 if group_index.numel() else 0

@@ -200,7 +200,7 @@ class PolicyGradient:
             need_energy=method.advantage.score_norm is not None,
             entropy_gradient=self.regularizer.entropy_coefficient != 0,
         )
-        scored = Scored.of(trained, forward, scales)
+        scored = Scored.of(trained, forward)
         norms = None if forward.energy is None else logit_proxy(forward.energy, mask)
         advantages = method.advantages(scored, norms)
         omega = method.omega(scored, advantages)
@@ -227,7 +227,7 @@ class PolicyGradient:
             num_clipped=num_clipped,
             log_ratio_sum=float(log_ratio.sum(dtype=torch.float64)),
             k3_sum=float(k3_sum(log_ratio, mask)),
-            entropy_sum=float(scored.entropy.masked_fill(~mask, 0.0).sum(dtype=torch.float64)),
+            entropy_sum=float(scored.entropy[mask].sum(dtype=torch.float64)),
             reference_kl_sum=reference_kl_sum,
             weight_sum=weight_sum,
             removed_sum=removed_sum,

@@ -30,6 +30,7 @@ class Formed:
         advantages, omega: its factors, [N] and [N, T].
         norms, baselines: [N] squared score norms and OPOB's baselines; None for other advantages.
         loss: its part of the loss.
+        weights: [N] float64, c omega of each trajectory, where score norms are exact; else None.
     """
 
     scored: Scored
@@ -38,6 +39,7 @@ class Formed:
     norms: Tensor | None
     baselines: Tensor | None
     loss: float
+    weights: Tensor | None = None
 
 
 class BatchBaseline:
@@ -76,13 +78,14 @@ class BatchBaseline:
             return
         baseline = batch_baseline(self._advantage, [p.scored for p in parts], [p.norms for p in parts if p.norms is not None])
         for parameter, total in zip(self._parameters, self._sums, strict=True):
-            if total is not None and parameter.grad is not None:
+            if total is not None:
+                assert parameter.grad is not None, "formed with the sum"
                 parameter.grad.add_(total, alpha=baseline)
         for part in parts:
+            assert part.weights is not None, "score norms are exact"
             part.advantages = part.advantages - baseline
-            part.baselines = torch.full_like(part.scored.scales, baseline)
-            factors = part.scored.scales * trajectory_weights(part.omega, part.scored.batch.loss_mask)
-            part.loss += baseline * part.scored.weighted_logprobs(factors)
+            part.baselines = torch.full_like(part.weights, baseline)
+            part.loss += baseline * part.scored.weighted_logprobs(part.weights)
 
 
 def form_batched(
@@ -92,8 +95,8 @@ def form_batched(
     batch = trained.batch
     with BatchedScores(model, batch.num_trajectories) as scores:
         forward = token_logprobs(model, batch, share_prefix=False)
-        scores.backward(forward.logprobs.masked_fill(~batch.loss_mask, 0.0).sum())
-    scored = Scored.of(trained, forward, scales)
+        scores.backward(forward.logprobs[batch.loss_mask].sum())
+    scored = Scored.of(trained, forward)
     norms = scores.norms_squared()
     advantages = method.advantages(scored, norms)
     omega = method.omega(scored, advantages) if batch_baseline is None else method.checked_omega(scored, advantages)
@@ -102,7 +105,7 @@ def form_batched(
     if batch_baseline is not None:
         batch_baseline.add(scores, weights)
     loss = -scored.weighted_logprobs(weights * advantages)
-    return Formed(scored, advantages, omega, norms, method.baselines(scored, norms), loss)
+    return Formed(scored, advantages, omega, norms, method.baselines(scored, norms), loss, weights)
 
 
 def form_per_trajectory(
@@ -121,7 +124,7 @@ def form_per_trajectory(
     assert isinstance(advantage, OPOB), "refused by Method.problems"
     with torch.no_grad():
         forward = token_logprobs(model, batch)
-    scored = Scored.of(trained, forward, scales)
+    scored = Scored.of(trained, forward)
     whole, rows = trained.whole, trained.rows
     values = advantage.values(whole.rewards, whole.group_index)[rows]
     omega = method.checked_omega(scored, values.to(scored.logprobs.dtype))
@@ -129,7 +132,7 @@ def form_per_trajectory(
     factors = weights * advantage.scales(whole.rewards, whole.group_index)[rows]
     parameters = trainable(model)
     total = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    norms = torch.zeros_like(values)
+    norms = torch.full_like(values, torch.nan)  # not known yet
     scope = advantage.scope_index(whole.group_index)[rows]
     for name in scope.unique():
         members = (scope == name).nonzero().squeeze(-1)
@@ -140,7 +143,7 @@ def form_per_trajectory(
             torch._foreach_add_(total, scores, alpha=-float(factors[i] * values[i]))
             torch._foreach_add_(sums, scores, alpha=float(factors[i]))
         if batch_baseline is None:
-            baselines = method.baselines(scored, norms)  # norms of other groups may be missing: they do not matter here
+            baselines = method.baselines(scored, norms)  # NaN for groups whose norms are missing
             assert baselines is not None
             torch._foreach_add_(total, sums, alpha=float(baselines[members[0]]))
         else:
@@ -148,7 +151,7 @@ def form_per_trajectory(
     _set_gradients(parameters, total)
     advantages = method.advantages(scored, norms)
     loss = -scored.weighted_logprobs(weights * advantages)
-    return Formed(scored, advantages, omega, norms, method.baselines(scored, norms), loss)
+    return Formed(scored, advantages, omega, norms, method.baselines(scored, norms), loss, weights)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -169,5 +172,5 @@ def _backward_score(
         parameter.grad = None
     single = select(batch, torch.tensor([row], device=batch.input_ids.device))
     logprobs = token_logprobs(model, single).logprobs
-    backward(logprobs.masked_fill(~single.loss_mask, 0.0).sum())
+    backward(logprobs[single.loss_mask].sum())
     return torch.stack([p.grad.double().square().sum() for p in parameters if p.grad is not None]).sum()

@@ -74,12 +74,12 @@ class GMCGRPO(Objective):
     def coefficients(self, log_ratio: Tensor, loss_mask: Tensor, advantages: Tensor, group_index: Tensor) -> Tensor:
         """See `Objective`."""
         log_weights = sequence_log_weights(log_ratio, loss_mask).double()
-        log_weights = log_weights.masked_fill(~loss_mask.any(-1), -torch.inf)
-        num_groups = int(group_index.max()) + 1
+        trained = loss_mask.any(-1)
+        log_weights = log_weights.masked_fill(~trained, -torch.inf)
+        num_groups = len(group_index.bincount())
         peak = log_weights.new_full((num_groups,), -torch.inf).scatter_reduce_(0, group_index, log_weights, "amax")
-        peak = peak.masked_fill(peak.isneginf(), 0.0)
         mass = peak.new_zeros(num_groups).index_add_(0, group_index, torch.exp(log_weights - peak[group_index]))
-        count = peak.new_zeros(num_groups).index_add_(0, group_index, loss_mask.any(-1).double())
+        count = peak.new_zeros(num_groups).index_add_(0, group_index, trained.double())
         log_kappa = (math.log1p(self.epsilon) + count.log() - mass.log() - peak).clamp(max=0.0)
         weights = torch.exp(log_weights + log_kappa[group_index]).to(log_ratio.dtype)
         return weights[:, None].expand_as(log_ratio)

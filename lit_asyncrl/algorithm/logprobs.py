@@ -90,8 +90,7 @@ class _RowLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat = logits.flatten(0, 1)
         dtype = torch.promote_types(torch.float32, logits.dtype)
-        logprobs, entropy, normalizer = (torch.empty(rows.shape, dtype=dtype, device=logits.device) for _ in range(3))
-        energy = torch.empty(rows.shape if need_energy else (0,), dtype=dtype, device=logits.device)
+        logprobs, entropy, energy, normalizer = (torch.empty(rows.shape, dtype=dtype, device=logits.device) for _ in range(4))
         for chunk in _chunks(rows.numel(), logits.shape[-1]):
             scores = flat[rows[chunk]].to(dtype).div_(temperature)
             normalizer[chunk] = scores.logsumexp(-1)

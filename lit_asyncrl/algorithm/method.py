@@ -131,10 +131,7 @@ class Method:
         trained = [TrainedRows.of(part) for part in micro_batches if part.loss_mask.any()]
         with torch.no_grad():
             forwards = [self._forward(model, part.batch) for part in trained]
-        parts = [
-            Scored.of(rows, forward, torch.zeros_like(rows.rows, dtype=torch.float64))
-            for rows, forward in zip(trained, forwards, strict=True)
-        ]
+        parts = [Scored.of(rows, forward) for rows, forward in zip(trained, forwards, strict=True)]
         norms = [
             None if forward.energy is None else logit_proxy(forward.energy, part.batch.loss_mask)
             for part, forward in zip(parts, forwards, strict=True)

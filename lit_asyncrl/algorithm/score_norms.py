@@ -90,12 +90,10 @@ class BatchedScores:
 
     def __exit__(self, *_: object) -> None:
         self._stop_recording()
-        self._calls.clear()
 
     def _stop_recording(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         inputs = args[0] if args else next(iter(kwargs.values()))
@@ -109,7 +107,7 @@ class BatchedScores:
 
     def backward(self, total: Tensor) -> None:
         """Differentiate `total` (the sum of the trained log-probs of all trajectories) and keep what the norms need."""
-        self._stop_recording()
+        self._stop_recording()  # layers are called to find out what they compute
         outputs = [output for _, _, output in self._calls]
         gradients = torch.autograd.grad(total, outputs, allow_unused=True)
         dtype = torch.promote_types(torch.float32, total.dtype)
@@ -141,7 +139,7 @@ class BatchedScores:
         with torch.autocast(device.type, enabled=False):
             total += squared_norms(self._products.values())
             for vector in self._vectors.values():
-                total += torch.linalg.vector_norm(vector, dim=-1).double().square()
+                total += torch.linalg.vector_norm(vector, dim=1).double().square()
         return total
 
     @torch.no_grad()
@@ -176,16 +174,16 @@ def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 _Recorder = Callable[[BatchedScores, Any, Tensor, Tensor, Tensor], None]
 
 
-def _recorder_of(module: nn.Module) -> _Recorder | None:
+def _recorder_of(module: Any) -> _Recorder | None:
     """How to keep a layer's records; None for an unknown kind. Subclasses may compute anything, hence exact types."""
     if type(module) is nn.Linear:
         return _record_linear
     if type(module) is nn.Embedding:
         plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
         return _record_embedding if plain else None
-    parameters = dict(module.named_parameters(recurse=False))
-    is_norm = type(module) is nn.LayerNorm or (type(module).__name__.endswith("RMSNorm") and set(parameters) == {"weight"})
-    return _record_norm if is_norm and all(p.dim() == 1 for p in parameters.values()) else None
+    is_rms_norm = type(module).__name__.endswith("RMSNorm") and [name for name, _ in module.named_parameters()] == ["weight"]
+    is_norm = type(module) is nn.LayerNorm or is_rms_norm
+    return _record_norm if is_norm and module.weight.dim() == 1 else None
 
 
 def _record_linear(scores: BatchedScores, module: Any, inputs: Tensor, output: Tensor, gradient: Tensor) -> None:

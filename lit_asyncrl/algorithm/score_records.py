@@ -128,7 +128,7 @@ def norm_weight_gradients(module: nn.Module, inputs: Tensor, output: Tensor, gra
     if getattr(module, "bias", None) is None and factor.all():
         # One quotient per trajectory instead of normalizing every token again. Subtracting a bias would cancel digits.
         return over_tokens(gradient * output.to(gradient.dtype)) / factor.to(gradient.dtype)
-    blank = {name: torch.zeros_like(p) for name, p in module.named_parameters(recurse=False)}
+    blank = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
     if not unit_offset:
         blank["weight"] += 1.0
     normalized = torch.func.functional_call(module, blank, (inputs,))
@@ -143,7 +143,7 @@ def _is_unit_offset(module: nn.Module) -> bool:
     kind = type(module)
     if kind not in _UNIT_OFFSET:
         weight: Any = module.weight
-        blank = {name: torch.zeros_like(p) for name, p in module.named_parameters(recurse=False)}
+        blank = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
         sample = torch.arange(weight.numel(), dtype=weight.dtype, device=weight.device)  # LayerNorm makes zeros of a constant
         _UNIT_OFFSET[kind] = bool(torch.func.functional_call(module, blank, (sample,)).any())
     return _UNIT_OFFSET[kind]

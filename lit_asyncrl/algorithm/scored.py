@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lit_asyncrl.algorithm.logprobs import TokenLogprobs
@@ -64,7 +63,6 @@ class Scored:
         log_ratio: [N, T] nats, 0 where not trained.
         log_weights: [N] sum of `log_ratio`.
         lengths: [N] trained tokens.
-        scales: [N] float64, the aggregation's c.
     """
 
     whole: MicroBatch
@@ -75,10 +73,9 @@ class Scored:
     log_ratio: Tensor
     log_weights: Tensor
     lengths: Tensor
-    scales: Tensor
 
     @classmethod
-    def of(cls, trained: TrainedRows, forward: TokenLogprobs, scales: Tensor) -> Scored:
+    def of(cls, trained: TrainedRows, forward: TokenLogprobs) -> Scored:
         """Put trajectories and their forward pass together."""
         batch, logprobs = trained.batch, forward.logprobs.detach()
         log_ratio = log_ratios(logprobs, batch.behavior_logprobs, batch.loss_mask)
@@ -91,7 +88,6 @@ class Scored:
             log_ratio=log_ratio,
             log_weights=sequence_log_weights(log_ratio, batch.loss_mask),
             lengths=batch.loss_mask.sum(-1),
-            scales=scales,
         )
 
     def spread(self, values: Tensor) -> Tensor:
@@ -127,6 +123,5 @@ def trajectory_weights(omega: Tensor, loss_mask: Tensor) -> Tensor:
 
 def no_stats(micro_batch: MicroBatch) -> MicroBatchStats:
     """The statistics of a micro-batch without trained tokens."""
-    empty = micro_batch.rewards.new_zeros(0)
-    none = torch.zeros(0, dtype=torch.long, device=empty.device)
-    return MicroBatchStats(none, empty, none, empty, None, None, 0.0, 0, 0, 0.0, 0.0, 0.0)
+    rows, values = micro_batch.group_index[:0], micro_batch.rewards[:0]
+    return MicroBatchStats(rows, values, rows, values, None, None, 0.0, 0, 0, 0.0, 0.0, 0.0)

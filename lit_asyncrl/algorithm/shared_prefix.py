@@ -104,21 +104,21 @@ class _Members:
         self.ids = micro_batch.input_ids[:, :-1]
         device = self.ids.device
         self.positions = torch.arange(self.ids.shape[1], device=device).expand_as(self.ids)
-        num_fed = (micro_batch.attention_mask.sum(-1) - 1).clamp(min=0)
+        num_fed = micro_batch.attention_mask.sum(-1) - 1
         self.fed = self.positions < num_fed[:, None]
         self.group = torch.arange(len(sizes), device=device).repeat_interleave(sizes)
         first = (sizes.cumsum(0) - sizes)[self.group]
         self.rank = torch.arange(len(first), device=device) - first
         common = ((self.ids == self.ids[first]) & self.fed).long().cumprod(-1).sum(-1)
-        self.prefix = num_fed.new_zeros(len(sizes)).scatter_reduce(0, self.group, common, "amin", include_self=False)[self.group]
+        longest = common.new_full((len(sizes),), self.ids.shape[1])
+        self.prefix = longest.scatter_reduce_(0, self.group, common, "amin")[self.group]
         self.rest = num_fed - self.prefix
 
     def rows(self, per_row: int) -> tuple[Tensor, Tensor]:
         """The row [B] of each trajectory, `per_row` of a group to a row, and the tokens [N] in each row."""
-        keys = self.group * len(self.group) + self.rank // per_row
-        _, rows, counts = keys.unique_consecutive(return_inverse=True, return_counts=True)
-        used = self.prefix[counts.cumsum(0) - counts]
-        return rows, used.index_add(0, rows, self.rest)
+        begins = self.rank % per_row == 0
+        rows = begins.cumsum(0) - 1
+        return rows, self.prefix[begins].index_add(0, rows, self.rest)
 
     def layout(self, rows: Tensor, dtype: torch.dtype) -> RowLayout:
         """The layout of given rows. They end together, on the right, so that logits are needed of the last columns only."""
@@ -135,7 +135,7 @@ class _Members:
             return flat.index_put((places,), values[self.fed]).view(len(rests), width)
 
         members = torch.arange(len(rows), device=rows.device)[:, None]
-        owner = lay(torch.where(in_prefix, -1, members), -2)  # padding sees padding: no token may see nothing at all
+        owner = lay(torch.where(in_prefix, -1, members), len(rows))  # padding sees padding: no token may see nothing at all
         keys = owner[:, None, :]
         hidden = ((keys != -1) & (keys != owner[:, :, None])).logical_or_(
             torch.ones(width, width, dtype=torch.bool, device=rows.device).triu(1)

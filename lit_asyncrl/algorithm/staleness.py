@@ -86,7 +86,7 @@ def prefix_forgetting(
     Source: PACE, prefix-forgetting score F. The digest gives neither sign nor aggregation; the four are ours.
     """
     prefix = prefix_mask(token_versions, lengths, completed_version)
-    drop = (behavior_logprobs.double() - logprobs.double()).masked_fill(~prefix, 0.0)
+    drop = behavior_logprobs.double() - logprobs.double()
     if score == "abs":
         drop = drop.abs()
     elif score == "pos":
@@ -175,12 +175,12 @@ def rejection_budget(num_waiting: int, target: float, batch: int, previous_ema: 
 
 
 def members_to_reject(staleness: Tensor, start_version: Tensor, member_id: Tensor, budget: int) -> Tensor:
-    """Positions of the `budget` stalest members; ties go to the older start version, then to the lower id.
+    """Positions of the `budget` stalest members; ties go to the older start version, the lower id, the lower position.
 
     Args:
         staleness: [N] updates.
         start_version: [N] integer, smallest token version.
-        member_id: [N] integer.
+        member_id: [N] integer; members of one group may share one.
         budget: of `rejection_budget`.
 
     Returns:

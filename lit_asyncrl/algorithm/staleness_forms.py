@@ -75,11 +75,11 @@ def waiting_staleness_locked(rho: float, queue_updates: float) -> float:
     phases of swap and take, so that each group's age is rounded up.
 
     Example:
-        >>> waiting_staleness_locked(1.15, 2)  # a in [.870, 1.739]: .15 of .870 is below 1, the rest counts as 2
+        >>> round(waiting_staleness_locked(1.15, 2), 6)  # a in [.870, 1.739]: .15 of .870 is below 1, the rest counts as 2
         1.85
     """
     low, high = (queue_updates - 1) / rho, queue_updates / rho
     total = 0.0
     for k in range(math.floor(low), math.ceil(high)):
         total += (k + 1) * (min(high, k + 1) - max(low, k))
-    return round(total / (high - low), 12)
+    return total / (high - low)

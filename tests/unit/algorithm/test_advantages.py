@@ -77,6 +77,11 @@ def test_a_lone_member_has_no_advantage(advantage: Advantage) -> None:
     assert advantages(advantage, [2.0]) == [0]
 
 
+def test_a_spread_of_no_more_than_the_smallest_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_asyncrl.algorithm.advantages.MIN_STD", 0.5)  # that of (0, 1)
+    assert advantages(GroupMean(), [0.0, 1.0, 0.0, 1.5], [0, 0, 1, 1]) == [0, 0, -1, 1]
+
+
 ORACLE = {
     "log_weights": torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64).log(),
     "score_norms_squared": torch.tensor([1.0, 4.0, 1.0]),

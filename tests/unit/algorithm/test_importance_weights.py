@@ -111,8 +111,11 @@ def test_diagnostics_are_means_over_trajectories() -> None:
 def test_diagnostics_of_overflowing_weights_are_finite() -> None:
     numbers = weight_diagnostics(torch.tensor([800.0, -800.0]), torch.tensor([1, 1]), max_weight=8.0)
     assert all(math.isfinite(value) for value in numbers.values())
+    assert numbers["sequence_max"] == pytest.approx(math.exp(700.0))
+    assert numbers["geometric_ratio_mean"] == pytest.approx(math.exp(700.0) / 2)
 
 
 def test_k3_sums_over_trained_tokens() -> None:
     ratio, mask = torch.tensor([[0.5, 9.0]]), torch.tensor([[True, False]])
     assert float(k3_sum(ratio, mask)) == pytest.approx(math.exp(0.5) - 1.5)
+    assert float(k3_sum(torch.tensor([[800.0]]), mask[:, :1])) == pytest.approx(math.exp(700.0))

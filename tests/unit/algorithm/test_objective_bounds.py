@@ -117,6 +117,13 @@ def test_objectives_say_what_they_need(objective: Objective, flags: set[str]) ->
 def test_defaults_are_those_of_the_papers_and_their_code() -> None:
     assert SequenceTIS().max_weight == 8.0
     assert GSPO().bounds == (1.0 - 3e-4, 1.0 + 4e-4)
+    assert PPOClip().bounds == DecoupledPPO().bounds == (0.8, 1.2)
+    assert DecoupledPPO().max_weight == 5.0
+    assert (TokenTIS().min_weight, TokenTIS().max_weight) == (0.0, 2.0)
+    assert (IcePop().lower, IcePop().upper) == (0.5, 5.0)
+    assert (SAPO().tau_positive, SAPO().tau_negative) == (1.0, 1.05)
+    assert (M2PO().budget, M2PO().min_epsilon_low, M2PO().min_epsilon_high) == (0.04, 0.3, 0.5)
+    assert TICGRPO().epsilon == GMCGRPO().epsilon == 0.2
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def expected_regularization(model: nn.Module, reference: nn.Module, regularizer:
 
 @pytest.mark.parametrize("score_norm", [None, "batched", "per_trajectory", "logit_proxy"])
 @pytest.mark.parametrize(
-    "regularizer", [Regularizer(0.3, e, 0.1) for e in ESTIMATORS] + [Regularizer(0.3), Regularizer(0, "k3", 0.1)]
+    "regularizer", [Regularizer(0.3, e, 0.1) for e in ESTIMATORS] + [Regularizer(0.3), Regularizer(0, "k3", 1.0)]
 )
 def test_both_terms_add_their_gradient_and_value(model, reference, score_norm, regularizer) -> None:  # type: ignore[no-untyped-def]
     advantage = GroupMean() if score_norm is None else OPOB(score_norm)

@@ -31,6 +31,35 @@ def test_an_unknown_layer_is_refused_by_name_with_the_remedy() -> None:
     check_supported(model)
 
 
+class Gain(nn.Module):
+    """One vector by the name that norm layers give theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class ShiftedRMSNorm(Gain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+
+class GatedRMSNorm(Gain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    "layer", [Gain(), ShiftedRMSNorm(), GatedRMSNorm(), nn.LayerNorm((2, 2))], ids=lambda m: type(m).__name__
+)
+def test_what_looks_like_a_norm_layer_and_has_other_parameters_is_refused(layer: nn.Module) -> None:
+    check_supported(nn.Sequential(nn.LayerNorm(4), nn.RMSNorm(4)))
+    with pytest.raises(ConfigurationError, match=rf"'0' of type {type(layer).__name__}"):
+        check_supported(nn.Sequential(layer))
+
+
 def test_gradient_checkpointing_is_refused() -> None:
     model = make_model("tied qwen3", torch.float64)
     model.gradient_checkpointing_enable()

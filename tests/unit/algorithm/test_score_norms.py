@@ -74,10 +74,32 @@ def test_the_smaller_of_gram_matrix_and_materialized_gradients_is_kept() -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("materialize", [True, False])
-def test_gram_matrices_and_materialized_gradients_agree(kind: str, materialize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gram_matrices_and_materialized_gradients_agree(
+    kind: str, dtype: torch.dtype, tolerance: float, materialize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BatchedScores, "_is_small", lambda *_: materialize)
-    assert_exact(make_model(kind, torch.float64), make_batch(), 1e-10)
+    assert_exact(make_model(kind, dtype), make_batch(dtype=dtype), tolerance)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_after_the_backward_the_smaller_record_alone_is_left(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchedScores, "_is_small", lambda *_: small)
+    model, batch = make_model("untied llama", torch.float64), make_batch()
+    with BatchedScores(model, batch.num_trajectories) as scores:
+        scores.backward(token_logprobs(model, batch, share_prefix=False).logprobs[batch.loss_mask].sum())
+        assert not scores._calls  # nor the layers' outputs
+    matrices = {p for p in model.parameters() if p.dim() == 2}
+    assert set(scores._products) == (set() if small else matrices)
+    assert matrices & set(scores._vectors) == (matrices if small else set())
+
+
+def test_a_layer_whose_output_is_not_used_has_no_score() -> None:
+    model = make_model("untied llama", torch.float64)
+    model.extra = nn.Linear(16, 16).double()
+    model.model.layers[0].register_forward_hook(lambda _, __, out: (model.extra(out), out)[1])
+    assert_exact(model, make_batch(), 1e-10)
 
 
 def test_frozen_parameters_are_left_out() -> None:
@@ -132,7 +154,7 @@ class SharedProjection(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.first(x) + self.second(x).tanh() + self.first(x).sin()

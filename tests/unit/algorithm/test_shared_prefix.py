@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from lit_asyncrl.algorithm.advantages import OPOB
 from lit_asyncrl.algorithm.estimator import PolicyGradient
 from lit_asyncrl.algorithm.logprobs import TokenLogprobs, token_logprobs
 from lit_asyncrl.algorithm.losses import Reinforce
-from lit_asyncrl.algorithm.shared_prefix import cheapest_layout
+from lit_asyncrl.algorithm.shared_prefix import cheapest_layout, plain_layout
 from lit_asyncrl.types import MicroBatch
 
 
@@ -105,6 +107,35 @@ def test_layout_of_two_members_of_a_row(share: Callable[[int], None]) -> None:
     assert (layout.attention_mask[1, 0] == 0).tolist() == [[True, False, False], [True, True, False], [True, False, True]]
 
 
+def test_shorter_rows_are_padded_on_the_left_where_no_token_sees_it(share: Callable[[int], None]) -> None:
+    share(4)
+    batch = batch_of([[1, 2, 3, 4], [1, 2, 5]], [[6, 7, 8], [6, 9]])
+    layout = cheapest_layout(make_model("tied qwen3", torch.float64), batch)
+    # fed: 1 2 | 3 | - and 6 | 7 | -
+    assert layout.input_ids.tolist() == [[1, 2, 3], [0, 6, 7]]
+    assert layout.position_ids.tolist() == [[0, 1, 2], [0, 0, 1]]
+    assert layout.columns[2:, :1].tolist() == [[1], [1]]
+    assert layout.attention_mask is not None and layout.attention_mask.dtype == torch.float64
+    assert (layout.attention_mask[1, 0] == 0).tolist() == [[True, False, False], [False, True, False], [False, True, True]]
+
+
+def test_the_mask_has_the_dtype_of_the_attention_under_autocast(share: Callable[[int], None]) -> None:
+    share(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        layout = cheapest_layout(make_model("tied qwen3", torch.float32), batch_of(*RAGGED))
+    assert layout.attention_mask is not None and layout.attention_mask.dtype == torch.bfloat16
+
+
+def test_log_probs_come_from_shared_rows_unless_plain_ones_are_asked_for(share: Callable[[int], None]) -> None:
+    share(4)
+    model, batch = make_model("tied qwen3", torch.float64), batch_of(*RAGGED)
+    rows: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))  # type: ignore[operator]
+    token_logprobs(model, batch)
+    token_logprobs(model, batch, share_prefix=False)
+    assert rows == [2, 7]
+
+
 @pytest.mark.parametrize("per_row", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["tied qwen3", "untied llama"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -165,6 +196,13 @@ def test_a_micro_batch_without_any_scored_token_gives_zeros(share: Callable[[int
     assert not token_logprobs(make_model("tied qwen3", torch.float64), batch).logprobs.any()
 
 
+def test_one_token_of_each_trajectory_is_fed_where_there_are_two_or_one(share: Callable[[int], None]) -> None:
+    share(4)
+    model, one, two = with_config(), batch_of([[3], [3]]), batch_of([[3, 4], [3, 5]])
+    assert [shape_of(plain_layout(batch)) for batch in (one, two)] == [(2, 1), (2, 1)]
+    assert [shape_of(cheapest_layout(model, batch)) for batch in (one, two)] == [(2, 1), (1, 1)]
+
+
 @pytest.mark.parametrize("case", [[[[3], [3]]], [[[3, 4], [3, 5]]], [[[3], [3, 4, 5]]]])
 def test_trajectories_of_one_or_two_tokens(case: list[list[list[int]]], share: Callable[[int], None]) -> None:
     share(4)
@@ -209,12 +247,22 @@ def shape_of(layout: shared_prefix.RowLayout) -> tuple[int, ...]:
         (576, (1, 16, 512, 4096), (16, 4607)),
         # plain: 4 * 40 * (384 + 20) = 65k; two: 2 * 79 * (384 + 79) = 73k
         (64, (1, 4, 1, 40), (4, 40)),
+        # plain: 8 * 39 * (384 + 19.5) = 125.9k, of which 95 % are 119.6k; two: 4 * 66 * (384 + 66) = 118.8k; four: 121.0k
+        (64, (2, 4, 12, 28), (4, 66)),
+        # four: 2 * 48 * (24 + 48) = 6912 as eight: 72 * (24 + 72) has, whose mask is larger
+        (4, (1, 8, 24, 7), (2, 48)),
     ],
 )
 def test_rows_are_shared_where_that_is_less_work(
     hidden_size: int, sizes: tuple[int, int, int, int], expected: tuple[int, int]
 ) -> None:
     assert shape_of(cheapest_layout(with_config(hidden_size=hidden_size), sized_batch(*sizes))) == expected
+
+
+def test_rows_cost_what_the_longest_of_them_does() -> None:
+    # plain: 8 * 40 * (384 + 20) = 129k; two: 4 * 79 * (384 + 79) = 146k, though the second group's rows have 3 tokens
+    long, short = ([[0] + [member] * 40 for member in range(1, 5)], [[0, 0, member] for member in range(1, 5)])
+    assert shape_of(cheapest_layout(with_config(hidden_size=64), batch_of(long, short))) == (8, 40)
 
 
 def test_groups_that_have_nothing_in_common_stay_plain() -> None:
@@ -237,6 +285,14 @@ def test_models_that_cannot_take_the_mask_stay_plain(config: dict[str, object]) 
     batch = sized_batch(16, 8, 12, 11)
     assert cheapest_layout(with_config(), batch).attention_mask is not None
     assert cheapest_layout(with_config(**config), batch).attention_mask is None
+
+
+def test_models_that_say_nothing_of_masks_stay_plain() -> None:
+    config = SimpleNamespace(_attn_implementation="sdpa", hidden_size=64)
+    hidden_size: Any = shared_prefix._hidden_size
+    assert hidden_size(SimpleNamespace(config=config)) is None
+    assert hidden_size(SimpleNamespace(config=config, _supports_attention_backend=True)) == 64
+    assert hidden_size(SimpleNamespace()) is None
 
 
 def test_recurrent_models_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,3 +162,10 @@ def test_ties_keep_the_lower_id_and_the_older_start_first():
     chosen = members_to_reject(staleness, start, ids, 40)
     # among equals, start version 0 first, each by rising id; ids fall with the position
     assert ids[chosen].tolist() == sorted(ids[start == 0].tolist()) + sorted(ids[start == 1].tolist())
+
+
+def test_members_of_one_group_that_tie_in_all_keep_their_order():
+    # ids 9 9 9 9 8 8 8 8 ... 0: of equal ones, the first comes first
+    ids = torch.arange(39, -1, -1) // 4
+    chosen = members_to_reject(torch.zeros(40), torch.zeros(40), ids, 40).tolist()
+    assert chosen == [4 * (9 - name) + member for name in range(10) for member in range(4)]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from algorithm_cases import gradient_of, make_batch, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_asyncrl.algorithm import logprobs as logprobs_module
 from lit_asyncrl.algorithm.logprobs import token_logprobs
@@ -28,6 +29,7 @@ def test_values_and_gradient_equal_the_definition(chunk: int, monkeypatch: pytes
     result, expected = token_logprobs(model, batch, need_energy=True), plain(model, batch, 0.7)
     for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), atol=1e-10, rtol=0)
+    assert result.energy is not None and not result.energy.requires_grad
     seed = torch.randn_like(expected[0])
     gradients = []
     for logp in (result.logprobs, expected[0]):
@@ -43,6 +45,57 @@ def test_the_last_token_is_not_fed() -> None:
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))  # type: ignore[operator]
     token_logprobs(model, batch, share_prefix=False)
     assert shapes == [(12, 13)]  # of [12, 14]
+
+
+def test_logits_are_computed_from_the_first_scored_position_on() -> None:
+    model, batch = make_model("tied qwen3", torch.float32), make_batch(dtype=torch.float32)
+    shapes, options = [], []
+    model.lm_head.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    model.register_forward_pre_hook(lambda _, __, kwargs: options.append(kwargs["use_cache"]), with_kwargs=True)
+    token_logprobs(model, batch, share_prefix=False)
+    nothing = torch.zeros_like(batch.loss_mask)
+    token_logprobs(model, replace(batch, loss_mask=nothing, token_versions=nothing.int() - 1), share_prefix=False)
+    first = min((row >= 0).nonzero()[0].item() for row in batch.token_versions) - 1  # scored by the logits one position before
+    assert first > 0
+    assert shapes == [(12, 13 - first, 16), (12, 1, 16)]
+    assert options == [False, False]
+
+
+def test_chunks_hold_at_most_so_many_logits_and_at_least_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs_module, "CHUNK_ELEMENTS", 8)
+    assert logprobs_module._chunks(5, 3) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert logprobs_module._chunks(2, 9) == [slice(0, 1), slice(1, 2)]
+
+
+def test_both_passes_go_by_chunks_of_the_vocabulary_s_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, chunks = [], logprobs_module._chunks
+    monkeypatch.setattr(logprobs_module, "_chunks", lambda *size: sizes.append(size) or chunks(*size))
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    rows = torch.tensor([0, 5, 4, 1])
+    logprobs_module._RowLogprobs.apply(logits, rows, torch.zeros_like(rows), 1.0, False)[0].sum().backward()
+    assert sizes == [(4, 5), (4, 5)]
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of PyTorch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_the_gradient_of_log_probs_alone_takes_no_work_for_the_entropy(output: int) -> None:
+    logits = torch.randn(1, 2, 5, requires_grad=True)
+    rows = torch.tensor([0, 1])
+    total = logprobs_module._RowLogprobs.apply(logits, rows, rows, 1.0, False)[output].sum()
+    with Operations() as operations:
+        total.backward()
+    assert ("where" in operations.names) == (output == 1)  # of tokens that cannot occur
 
 
 def test_a_row_of_logits_that_scores_two_targets_gets_both_gradients() -> None:

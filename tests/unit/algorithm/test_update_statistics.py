@@ -73,6 +73,12 @@ def test_an_update_with_one_trained_token_has_statistics_and_one_without_any_has
     assert (stats.ess, stats.ess_ratio, stats.metrics) == (0.0, 0.0, {})
 
 
+def test_a_micro_batch_without_trained_tokens_adds_nothing() -> None:
+    values = vars(no_stats(make_batch()))
+    assert [name for name, value in values.items() if isinstance(value, torch.Tensor) and len(value)] == []
+    assert [name for name, value in values.items() if isinstance(value, int | float) and value != 0] == []
+
+
 def test_no_token_has_the_age_0() -> None:
     assert age_stats([torch.zeros(0)], 0) == {
         "pool/policy_age_mean": 0.0,
@@ -106,8 +112,8 @@ def test_groups_of_tokens_from_the_future_are_not_over_age() -> None:
     versions = torch.tensor([[-1, 12, 12]], dtype=torch.int32)  # age -3 at version 9, under a bound of -1 updates
     mask, zeros = versions >= 0, torch.zeros(1, 3)
     batch = MicroBatch(zeros.long(), mask, mask, zeros, versions, zeros[:, 0], torch.zeros(1, dtype=torch.long), 1.0)
-    assert without_over_age(batch, 9, 0, "mean")[1] == 0
-    assert without_over_age(batch, 9, 0, "oldest")[1] == 0
+    assert without_over_age(batch, 9, 0, "mean")[1] == []
+    assert without_over_age(batch, 9, 0, "oldest")[1] == []
 
 
 # ---------------------------------------------------------------- mismatch
