@@ -132,7 +132,7 @@ def test_evaluation_goes_on_while_training_is_paused(shared_engine: HFEngine):
     assert len(_drain(shared_engine.completions, 3)) == 3
 
 
-@pytest.mark.parametrize("in_flight", ["wait", "restart"])
+@pytest.mark.parametrize("in_flight", [pytest.param("wait", marks=pytest.mark.slow), "restart"])
 def test_every_token_has_the_logprob_of_its_version_around_an_update(
     start: Callable[[str], HFEngine], model: Any, in_flight: str
 ):
@@ -237,6 +237,7 @@ def test_signals_to_the_process_group_do_not_end_the_engine(shared_engine: HFEng
     assert len(_drain(shared_engine.completions, 3)) == 3
 
 
+@pytest.mark.slow
 def test_stop_is_idempotent_leaves_no_process_and_no_descriptor_and_start_works_again(folder: str, model: Any):
     engine = HFEngine()
     process = psutil.Process()
@@ -263,6 +264,7 @@ def test_a_start_that_takes_too_long_ends_with_an_error_and_no_process(folder: s
     assert len(_workers()) == before
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_no_worker(folder: str):
     code = f"""
 import sys, time

@@ -185,6 +185,7 @@ def test_handlers_are_not_installed_outside_the_main_thread():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_the_run_with_its_cause_in_seconds(policy, tmp_path):
     class Kill(pl.Callback):
         at = 0.0
@@ -393,6 +394,7 @@ def test_ctrl_c_in_a_window_ends_the_command_with_130(start, window):
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_after_sigterm_is_left_when_the_grace_is_used_up(start):
     run = start("save", mode="process", grace_s=1.0)
     assert any("lit_asyncrl.generation.hf_worker" in child.cmdline() for child in run.children)
@@ -403,6 +405,7 @@ def test_a_run_that_hangs_after_sigterm_is_left_when_the_grace_is_used_up(start)
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", ["optimizer step", "evaluation", "save"])
 def test_a_second_ctrl_c_leaves_at_once(start, window):
     run = start(window, mode="process")
