@@ -6,9 +6,12 @@ package are one line each.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from types import FrameType
@@ -53,7 +56,34 @@ def main() -> None:
     from lit_asyncrl.cli import main as run  # seconds: Lightning, TorchRL, transformers
 
     warnings.formatwarning = one_line(warnings.formatwarning)  # Lightning has set its own, which hides ours
-    run()
+    try:
+        run()
+        code: Any = 0
+    except SystemExit as leaving:
+        code = leaving.code
+    except Exception:  # noqa: BLE001 - told as the interpreter tells it, and left as below
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    end(code)
+
+
+def end(code: Any) -> None:
+    """Leave with this code (or message) when exit functions have run, without taking the interpreter apart.
+
+    A thread that comes back from C++ while the interpreter is taken apart aborts the process, and PyTorch and vLLM have such
+    threads. Threads that want to be waited for, which are not daemons, get the usual end.
+    """
+    if not all(thread.daemon or thread is threading.main_thread() for thread in threading.enumerate()):
+        raise SystemExit(code)
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)  # noqa: T201 - what the interpreter does
+        code = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":

@@ -154,6 +154,7 @@ def test_every_token_has_the_logprob_of_its_version_around_an_update(
         torch.testing.assert_close(torch.tensor(completion.behavior_logprobs), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_update_that_waits_does_not_wait_for_paused_responses(start: Callable[[str], HFEngine], model: Any):
     engine = start("wait")
     engine.submit(_requests(400))
@@ -192,6 +193,7 @@ def test_counters_report_tokens_and_where_time_went(shared_engine: HFEngine):
     assert shared_engine.idle_s > 0
 
 
+@pytest.mark.slow
 def test_the_worker_imports_neither_lightning_nor_torchrl():
     code = "import sys, lit_asyncrl.generation.hf_worker; print([m for m in ('lightning', 'torchrl') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.strip() == "[]"
@@ -251,6 +253,7 @@ def test_stop_is_idempotent_leaves_no_process_and_no_descriptor_and_start_works_
     assert (len(_workers()), process.num_fds(), threading.active_count()) == before
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_an_engine_error_with_the_cause(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(EngineError, match="no-such-model"):

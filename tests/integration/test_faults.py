@@ -170,6 +170,7 @@ def test_a_transport_that_does_not_confirm_ends_the_run_after_sync_timeout_s(fit
     )
 
 
+@pytest.mark.slow
 def test_a_transport_that_blocks_the_trainer_is_a_stall_that_names_its_line(fit, held):
     fit(
         Stalls("begin_update", held),

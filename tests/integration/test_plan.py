@@ -56,6 +56,7 @@ def test_given_rates_give_a_table_with_units(plan):
         assert value_of(output, label).endswith("%")
 
 
+@pytest.mark.slow
 def test_rates_are_measured_unless_they_are_given(plan):
     code, output, _ = plan()
     assert code == 0
@@ -82,6 +83,7 @@ def test_rates_come_from_an_earlier_run(plan, tmp_path_factory):
     assert float(value_of(output, "response length, mean").split()[0]) == pytest.approx(5.0, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_bound_out_of_reach_is_a_warning(plan):
     code, output, _ = plan(*RATES, "--data.max_policy_age=8")
     assert code == 0

@@ -373,7 +373,11 @@ WINDOWS = {  # window: the version that is saved
 }
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+QUICK = ("set-up", "generation", "reward", "weight update", "save")
+"""Windows that every run of the tests hits; the others are slow."""
+
+
+@pytest.mark.parametrize("window", [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in WINDOWS])
 def test_sigterm_in_a_window_ends_the_command_with_143_and_saves_what_was_learnt(start, window):
     run = start(window)
     run.send(signal.SIGTERM)

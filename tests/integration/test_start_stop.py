@@ -147,7 +147,8 @@ def test_two_fits_of_the_same_objects_train_on(warm, policy, tmp_path):
     assert versions == [2, 4]
 
 
-@pytest.mark.parametrize("mode", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["inline", "process"])
 def test_twenty_cycles_hold_no_more_than_the_first(warm, policy, tmp_path, mode):
     """Threads, descriptors and shared memory exactly; memory within 1 MiB a cycle, the noise of the allocator."""
     for _ in range(WARM_UP):

@@ -46,9 +46,11 @@ def test_the_launcher_sets_it_last_since_lightning_sets_its_own_when_it_is_impor
     formats: list[object] = []
     monkeypatch.setattr("lit_asyncrl.cli.main", lambda: formats.append(warnings.formatwarning))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("lit_asyncrl.__main__.end", formats.append)  # the process is the test's
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back after the test
     main()
     assert formats[0].__qualname__.startswith("one_line.")
+    assert formats[1] == 0
 
 
 @pytest.mark.parametrize("statement", ["warnings.warn('of theirs')", "rank_zero_warn('of theirs')"])
