@@ -37,7 +37,9 @@ class Results:
         """A line that says what is missing; empty if nothing is."""
         unique = {c.key: c for c in cells}
         done = len(self.of(unique.values()))
-        return "" if done == len(unique) else f"*not run yet ({done} of {len(unique)} runs)*"
+        if done == len(unique):
+            return ""
+        return f"*{done} of {len(unique)} runs made so far*" if done else f"*not run yet (0 of {len(unique)} runs)*"
 
     def synchronous(self, task: str, rate: float, seeds: Iterable[int]) -> list[Run]:
         """Synchronous runs of a task at a rate."""

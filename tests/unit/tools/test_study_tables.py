@@ -63,7 +63,7 @@ def test_the_headline_has_median_range_and_collapses(tmp_path: Path) -> None:
         line_of(cell("reverse10", "none", "cold", seed=s), a, fallen) for s, a in zip(SEEDS[:3], (0.1, 0.3, 0.2), strict=True)
     ]
     text = results_table.headline(write(tmp_path / "results.jsonl", lines))
-    assert text.startswith("*not run yet (3 of 175 runs)*")
+    assert text.startswith("*3 of 175 runs made so far*")
     assert row(text, "no correction") == ["**0.20** (0.10-0.30)", "3/3", "-", "-"]
 
 
