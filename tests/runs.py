@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from lit_asyncrl.callbacks import AsyncRollout
+from lit_asyncrl.cli import AsyncRLCLI, Trainer, resolve_configs
 from lit_asyncrl.datamodule import RolloutDataModule
 from lit_asyncrl.evaluation import EvaluationSet
 from lit_asyncrl.generation.hf import HFEngine
@@ -30,6 +31,19 @@ class LongAnswer(RewardFn):
 
     def __call__(self, completion: str, example: Example) -> float:
         return float(sum(c.isdigit() for c in completion))
+
+
+def build_command(*arguments: str) -> AsyncRLCLI:
+    """Parse a command line and build trainer, module and datamodule as `fit` does; nothing is started."""
+    return AsyncRLCLI(
+        PolicyModule,
+        RolloutDataModule,
+        trainer_class=Trainer,
+        save_config_callback=None,
+        auto_configure_optimizers=False,
+        run=False,
+        args=resolve_configs(list(arguments)),
+    )
 
 
 def inline_rollout(**arguments: Any) -> AsyncRollout:

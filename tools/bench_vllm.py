@@ -193,7 +193,7 @@ class Bench:
         for _ in range(repeats):
             started = time.perf_counter()
             self.backend.call(self.backend._client.version(), 30.0)
-            self.backend.call(self.backend._client.score(PROBE_IDS), 30.0)
+            self.backend.call(self.backend._client.score(self.probe_ids), 30.0)
             self.probe({})
             taken.append(time.perf_counter() - started)
         return statistics.median(taken)

@@ -21,7 +21,7 @@ from study_results import RESULTS, Results
 from study_signal_tables import alarms, bias, gac_acting, gac_cosine, pace, ranking
 from study_tables import best_rates, claims, effort, headline, opob, rates, tasks, tic_gmc, warm
 
-FIGURES = ROOT / "docs" / "study"
+FIGURES = RESULTS.parent
 DOCUMENTS = (ROOT / "docs" / "study.md", ROOT / "README.md")
 FIGURE = re.compile(r"(<!-- figure:(\w+): (.*?) -->\n).*?(<!-- /figure -->)", flags=re.DOTALL)
 MARK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", flags=re.DOTALL)

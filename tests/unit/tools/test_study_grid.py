@@ -3,14 +3,13 @@
 from collections import Counter
 
 import pytest
+from runs import build_command
 from study_arms import ARMS, HEADLINE
 from study_grid import MAX_RUNS, RESPONSES, SECTIONS, SEEDS, Cell, arguments_of, cell, cells_of, headline, quick
 
 from lit_asyncrl.callbacks import AsyncRollout, EssLrScale, GradientAlignmentControl
 from lit_asyncrl.callbacks.async_rollout import check_settings
-from lit_asyncrl.cli import AsyncRLCLI, Trainer, resolve_configs
-from lit_asyncrl.datamodule import RolloutDataModule
-from lit_asyncrl.module import PolicyModule
+from lit_asyncrl.cli import AsyncRLCLI
 
 ONE_PER_ARM = list({(c.arm, c.form): c for c in cells_of(SECTIONS)}.values())
 
@@ -18,15 +17,7 @@ ONE_PER_ARM = list({(c.arm, c.form): c for c in cells_of(SECTIONS)}.values())
 def parse(monkeypatch: pytest.MonkeyPatch, one: Cell) -> AsyncRLCLI:
     """Build trainer, module and datamodule as `fit` does; nothing is started."""
     monkeypatch.setattr("sys.argv", ["lit-asyncrl"])
-    cli = AsyncRLCLI(
-        PolicyModule,
-        RolloutDataModule,
-        trainer_class=Trainer,
-        save_config_callback=None,
-        auto_configure_optimizers=False,
-        run=False,
-        args=resolve_configs(arguments_of(one, "tiny-reverse10", thresholds=[0.2, 0.6])),
-    )
+    cli = build_command(*arguments_of(one, "tiny-reverse10", thresholds=[0.2, 0.6]))
     check_settings(next(c for c in cli.trainer.callbacks if isinstance(c, AsyncRollout)), cli.trainer, cli.model, cli.datamodule)
     return cli
 
