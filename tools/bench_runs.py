@@ -199,7 +199,7 @@ class StepClock(Callback):
         pl_module.times = self._times
         scorer: Any = rollout.data.scorer
         scorer.score = self._timed("reward", scorer.score)
-        engine: Any = rollout.engine
+        engine: Any = rollout.parts.engine
         engine.completions = self._between("collect", engine.completions)
         if self._pinned:
             pin_engine_and_trainer()
@@ -219,7 +219,7 @@ class StepClock(Callback):
 
     def _totals(self) -> dict[str, float]:
         waited = self._rollout.data.supervisor.waited_s(BATCH_WAITER)
-        return {**self._times.totals, "generation": self._rollout.engine.busy_s, "batch_wait": waited}  # type: ignore[attr-defined]
+        return {**self._times.totals, "generation": self._rollout.parts.engine.busy_s, "batch_wait": waited}  # type: ignore[attr-defined]
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

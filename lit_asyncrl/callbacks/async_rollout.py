@@ -12,8 +12,6 @@ the publisher for the proof of delivery (engine). Every wait is bounded by the r
 
 from __future__ import annotations
 
-import math
-import os
 import threading
 import time
 import warnings
@@ -24,27 +22,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
+from lit_asyncrl.callbacks.rollout_parts import RolloutParts
 from lit_asyncrl.callbacks.rollout_settings import check_arguments, check_settings
-from lit_asyncrl.callbacks.signals import SignalHandlers
-from lit_asyncrl.callbacks.tapes import open_tape
 from lit_asyncrl.checkpoint_io import save_last
 from lit_asyncrl.datamodule import RolloutDataModule
 from lit_asyncrl.errors import ConfigurationError, StopRequested
-from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult, Evaluator
+from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult
 from lit_asyncrl.generation.hf import HFEngine
-from lit_asyncrl.generation.publisher import EXACT_NOISE, ROUNDED_NOISE, WeightPublisher
-from lit_asyncrl.generation.restarting import RestartingEngine
-from lit_asyncrl.generation.rollout import RolloutWorker
 from lit_asyncrl.interfaces import GenerationEngine
 from lit_asyncrl.module import PolicyModule
-from lit_asyncrl.policy import end_of_sequence_ids, probe_ids, resolve_policy_path, vocabulary_size
-from lit_asyncrl.pool.ledger import INTERRUPTED, UNPROVED
 from lit_asyncrl.pool.pool import BATCH_WAITER
 from lit_asyncrl.recording.configuration import check_tape
-from lit_asyncrl.recording.recorder import RunRecorder
-from lit_asyncrl.recording.replay import RunReplay
-from lit_asyncrl.supervisor import CLOSED
-from lit_asyncrl.watchdog import Watchdog
 
 
 class AsyncRollout(Callback):
@@ -123,17 +111,15 @@ class AsyncRollout(Callback):
         self._train_started_at: float | None = None
         self._down_before_s = 0.0
         self._spent: dict[str, float] = {}
-        self._restarting: RestartingEngine | None = None
-        self._running = False
-        self._previous_threads: int | None = None
-        self._signals: SignalHandlers | None = None
-        self._watchdog: Watchdog | None = None
-        self._starting = False
+        self._parts: RolloutParts | None = None
         self._saved_version = -1
-        self._published_version = -1
         self._resumed = False
-        self._tape: RunRecorder | RunReplay | None = None
-        self._own_engine = self.engine
+
+    @property
+    def parts(self) -> RolloutParts:
+        """Engine, publisher, evaluator and worker of the run that goes on, or of the last one."""
+        assert self._parts is not None, "nothing was started"
+        return self._parts
 
     # ---------------------------------------------------------------- life cycle
 
@@ -178,138 +164,27 @@ class AsyncRollout(Callback):
         self._start()
 
     def _start(self) -> None:
-        if self._running:
+        if self._parts is not None and self._parts.is_running:
             return
-        self._running = self._starting = True
-        try:
-            self._watch()
-            self._start_parts()
-        finally:
-            self._starting = False
-        assert self._signals is not None
+        self._parts = RolloutParts(self, resumed=self._resumed)
+        self._parts.start()
         if self.module.trainer.state.fn == "fit":  # Lightning installs its own next, over the ones it finds
-            self._signals.restore()
-
-    def _start_parts(self) -> None:
-        module, data = self.module, self.data
-        tokenizer = module.tokenizer
-        path = resolve_policy_path(module.policy.path)
-        probe = probe_ids(tokenizer, vocabulary_size(module.model))
-        self._set_threads()
-        self._own_engine = self.engine  # given back by `close`
-        self._restarting = None
-        self._tape = open_tape(self, self._watched_engine, resumed=self._resumed)
-        self.engine = self._watched_engine() if self._tape is None else self._tape.engine
-        with self.supervisor.busy("trainer", "the engine's start", math.inf):  # its own start_timeout_s ends it
-            self.engine.start(
-                path,
-                eos_token_ids=end_of_sequence_ids(path, tokenizer),
-                probe_ids=probe,
-                max_model_len=self.max_model_len or module.context_length(),
-            )
-        self._probe = probe
-        self.publisher = WeightPublisher(
-            self.engine,
-            publish_lag=self.publish_lag,
-            publish_lag_start=self.publish_lag_start,
-            tolerance=self.probe_tolerance,
-            max_noise=ROUNDED_NOISE if self.engine.rounds_weights else EXACT_NOISE,
-            timeout_s=self.sync_timeout_s,
-            supervisor=self.supervisor,
-            needs_weights=lambda: self._restarting is not None and self._restarting.needs_weights,
-            on_delivered=self._delivered,
-        )
-        data.while_waiting = self.publisher.redeliver_if_lost
-        self.evaluator = Evaluator(
-            self.engine,
-            data.scorer,
-            data.tasks,
-            data.decode,
-            supervisor=self.supervisor,
-            timeout_s=self.evaluation_timeout_s,
-            while_waiting=self.publisher.redeliver_if_lost,
-        )
-        self.worker = RolloutWorker(
-            self.engine,
-            data.prompts if self._tape is None else self._tape.prompts,
-            data.scorer,
-            data.pool,
-            data.tasks,
-            data.decode,
-            data.rollout_config,
-            served_version=lambda: self.publisher.served_version,
-            supervisor=self.supervisor,
-            vocab_size=vocabulary_size(module.model),
-        )
-        data.worker = self.worker
-        if self.rehearse and not isinstance(self._tape, RunReplay):
-            self.publisher.rehearse(
-                module.policy_version, module.weights(), lambda changed: module.probe_logprobs(probe, changed)
-            )
-        self._publish()
-        self.publisher.wait_delivered(self.sync_timeout_s)
-
-    def _watched_engine(self) -> RestartingEngine:
-        """The user's engine, to be started anew when it dies."""
-        self._restarting = RestartingEngine(
-            self._own_engine,
-            supervisor=self.supervisor,
-            max_restarts=self.max_restarts,
-            silent_timeout_s=self.silent_timeout_s,
-            on_lost=lambda tokens: self.data.pool.ledger.add_tokens("dropped", tokens, INTERRUPTED),
-        )
-        return self._restarting
-
-    def _watch(self) -> None:
-        """Take SIGTERM and SIGINT over, and begin to look whether everything gets on."""
-        self._signals = SignalHandlers(
-            self.supervisor, on_leave=lambda: self.engine.stop(), grace_s=self.grace_s, is_started=lambda: not self._starting
-        )
-        self._signals.install()
-        self._watchdog = Watchdog(
-            self.supervisor,
-            stall_timeout_s=max(self.stall_timeout_s, self.sync_timeout_s),
-            progress=self._progress,
-            silent_s={"generation engine": lambda: 0.0 if self._starting else self.engine.silent_s},
-            at_each_look=self._signals.look,
-        )
-        self._watchdog.start()
-
-    def _progress(self) -> object:
-        """What changes as the run gets on."""
-        if self._starting:
-            return None
-        return (
-            self.engine.generated_tokens,
-            self.worker.collected_tokens,
-            self.evaluator.num_answers,
-            self.publisher.deliveries,
-            self.module.policy_version,
-        )
-
-    def _set_threads(self) -> None:
-        threads = self.trainer_threads
-        if threads is None and self.engine.num_threads:
-            threads = max(1, len(os.sched_getaffinity(0)) - self.engine.num_threads)
-        if threads is not None:
-            self._previous_threads = torch.get_num_threads()
-            torch.set_num_threads(threads)
+            self._parts.signals.restore()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, then open admission: everything is restored by now."""
-        assert self._signals is not None
-        self._signals.install()  # Lightning has installed its own, which would end the loop without a checkpoint
+        self.parts.signals.install()  # Lightning has installed its own, which would end the loop without a checkpoint
         if self.evaluate_first and not self._resumed:
             try:
                 self.first_results = self._evaluate_all("val")
             except StopRequested:
                 trainer.should_stop = True
         self._train_started_at = time.monotonic()
-        self._down_before_s = 0.0 if self._restarting is None else self._restarting.down_s
+        self._down_before_s = self.parts.engine_down_s
         self._saved_version = self.module.policy_version
         self.data.pool.set_policy_version(self.module.policy_version)
         self.data.pool.open_admission()
-        self.worker.start()
+        self.parts.worker.start()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Send the new weights, or free the batch's room when the update was skipped."""
@@ -318,10 +193,10 @@ class AsyncRollout(Callback):
             pool.close_admission()  # before the delivery makes room: nothing is generated that will not be trained
         try:
             with module.times.measure("publish"):
-                if module.policy_version > self._published_version:
+                if module.policy_version > self.parts.published_version:
                     pool.set_policy_version(module.policy_version)
                     self.supervisor.raise_if_stopping()
-                    self._publish()
+                    self.parts.publish()
                 else:
                     pool.settle_skipped()
                     self.supervisor.raise_if_stopping()
@@ -344,8 +219,7 @@ class AsyncRollout(Callback):
         if self._train_started_at is not None:
             return
         warnings.warn(nothing_left(trainer), stacklevel=2)
-        assert self._signals is not None
-        self._signals.install()
+        self.parts.signals.install()
         if self.evaluate_last and self.supervisor.stop_reason is None:
             with suppress(StopRequested):
                 self.last_results = self._evaluate_all("val")
@@ -354,14 +228,14 @@ class AsyncRollout(Callback):
         """Of this session's training, so far or in all: seconds, waits and restarts, by attribute of `RunTotals`."""
         if self._spent:
             return self._spent
-        started, restarting = self._train_started_at, self._restarting
-        return {
-            "train_s": 0.0 if started is None else time.monotonic() - started,
-            "trainer_waited_s": self.supervisor.waited_s(BATCH_WAITER),
-            "engine_waited_s": 0.0 if started is None else self.worker.idle_s,
-            "engine_down_s": 0.0 if restarting is None or started is None else restarting.down_s - self._down_before_s,
-            "engine_restarts": 0 if restarting is None else restarting.restarts,
-        }
+        started, parts = self._train_started_at, self._parts
+        spent = {"train_s": 0.0, "engine_waited_s": 0.0, "engine_down_s": 0.0}
+        if started is not None and parts is not None:
+            spent["train_s"] = time.monotonic() - started
+            spent["engine_waited_s"] = parts.worker.idle_s
+            spent["engine_down_s"] = parts.engine_down_s - self._down_before_s
+        restarts = 0 if parts is None else parts.engine_restarts
+        return spent | {"trainer_waited_s": self.supervisor.waited_s(BATCH_WAITER), "engine_restarts": restarts}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remember what is saved, so that a signal does not save it again."""
@@ -370,47 +244,17 @@ class AsyncRollout(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Release everything: Lightning calls no teardown after an exception."""
         self.close()
-        if hasattr(self, "worker"):  # after a failed proof of delivery, what was sampled since the last proved one
-            self.worker.fail_unproved(self.publisher.served_version + 1, UNPROVED)
+        if self._parts is not None:
+            self._parts.fail_unproved()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release everything."""
         self.close()
 
     def close(self) -> None:
-        """Stop worker, publisher, engine and watchdog, in this order; idempotent."""
-        if not self._running:
-            return
-        self._running = False
-        self.supervisor.request_stop(CLOSED)
-        try:
-            if hasattr(self, "worker"):
-                self.worker.stop()
-            if hasattr(self, "publisher"):
-                self.publisher.close()
-            self.engine.stop()
-        finally:
-            self.engine = self._own_engine
-            if self._tape is not None:
-                self._tape.close()
-                self._tape = None
-            if self._previous_threads is not None:
-                torch.set_num_threads(self._previous_threads)
-                self._previous_threads = None
-            if self._watchdog is not None:
-                self._watchdog.close()
-            if self._signals is not None:
-                self._signals.close()
-
-    # ---------------------------------------------------------------- weights
-
-    def _publish(self) -> None:
-        module = self.module
-        self._published_version = module.policy_version
-        self.publisher.publish(module.policy_version, module.weights(), module.probe_logprobs(self._probe))
-
-    def _delivered(self, published: int, served: int) -> None:
-        self.data.pool.delivered(published)
+        """Stop what runs beside the trainer; idempotent."""
+        if self._parts is not None:
+            self._parts.close()
 
     # ---------------------------------------------------------------- evaluation
 
@@ -418,8 +262,8 @@ class AsyncRollout(Callback):
         """Evaluate one held-out set with the newest weights; a lagged engine serves them meanwhile and goes back."""
         # Not in the trainer's autocast, which would reach an engine in this process.
         busy = self.supervisor.busy("trainer", f"the evaluation of {batch.name!r}", self.evaluation_timeout_s)
-        with torch.autocast(self.module.device.type, enabled=False), self.publisher.serve_current(), busy:
-            return self.evaluator.run(batch)
+        with torch.autocast(self.module.device.type, enabled=False), self.parts.publisher.serve_current(), busy:
+            return self.parts.evaluator.run(batch)
 
     def _evaluate_all(self, area: str) -> dict[str, EvaluationResult]:
         results = {batch.name: self.evaluate(batch) for batch in self.data.evaluation_batches(final=True)}

@@ -91,7 +91,7 @@ class RunReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         self._last_at = time.monotonic()
-        self._generated_before = self.rollout.engine.generated_tokens
+        self._generated_before = self.rollout.parts.engine.generated_tokens
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_custom_scalars(OVERVIEW)
@@ -128,9 +128,9 @@ class RunReport(Callback):
         assert step is not None
         now = time.monotonic()
         interval, self._last_at = now - self._last_at, now
-        generated = self.rollout.engine.generated_tokens
+        generated = self.rollout.parts.engine.generated_tokens
         new_tokens, self._generated_before = generated - self._generated_before, generated
-        seconds = module.times.drain() | self.rollout.worker.times.drain()
+        seconds = module.times.drain() | self.rollout.parts.worker.times.drain()
         self._totals.count(batch, step.ess_ratio)
         pool = self.rollout.data.pool
         return {
@@ -226,8 +226,8 @@ class RunReport(Callback):
     def _summarize(self, trainer: Trainer, module: PolicyModule) -> dict[str, Any]:
         rollout = self.rollout
         data, pool = rollout.data, rollout.data.pool
-        with rollout.worker.frozen():  # no response arrives meanwhile: all is of one instant
-            self._rows = pool.ledger.rows(rollout.worker.unfinished_tokens)
+        with rollout.parts.worker.frozen():  # no response arrives meanwhile: all is of one instant
+            self._rows = pool.ledger.rows(rollout.parts.worker.unfinished_tokens)
         generated = sum(row.tokens for row in self._rows)
         session = rollout.spent()
         whole = self._totals.plus(session)

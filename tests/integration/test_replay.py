@@ -193,7 +193,7 @@ def test_a_run_to_the_end_of_its_prompts_replays_to_there_without_an_engine_to_s
     def unwanted(*_arguments, **_keywords):
         raise AssertionError("a replay restarts nothing")
 
-    monkeypatch.setattr("lit_asyncrl.callbacks.async_rollout.RestartingEngine", unwanted)
+    monkeypatch.setattr("lit_asyncrl.callbacks.rollout_parts.RestartingEngine", unwanted)
     replayed, again = fit(policy, tmp_path, inline_rollout(replay_run=path), **settings)
     assert_bit_equal(weights, again)
     assert replayed.pool.ledger.rows() == data.pool.ledger.rows()

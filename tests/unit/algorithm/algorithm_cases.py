@@ -1,10 +1,63 @@
-"""Tiny real models and micro-batches for the algorithm's tests."""
+"""Methods, tiny real models and micro-batches for the algorithm's tests."""
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from lit_asyncrl.algorithm.advantages import OPO, OPOB, GroupMean, LeaveOneOut
+from lit_asyncrl.algorithm.estimator import PolicyGradient
+from lit_asyncrl.algorithm.losses import (
+    CISPO,
+    GMCGRPO,
+    GSPO,
+    M2PO,
+    SAPO,
+    TICGRPO,
+    DecoupledPPO,
+    IcePop,
+    PPOClip,
+    Reinforce,
+    SequenceMask,
+    SequenceTIS,
+    TokenMIS,
+    TokenTIS,
+)
+from lit_asyncrl.algorithm.scored import MicroBatchStats
 from lit_asyncrl.types import MicroBatch
+
+METHODS = {
+    "vcpo exact": (SequenceTIS(), OPOB("batched")),
+    "vcpo one by one": (SequenceTIS(), OPOB("per_trajectory")),
+    "vcpo proxy": (SequenceTIS(), OPOB("logit_proxy")),
+    "vcpo released": (SequenceTIS(), OPOB("batched", "released", True, "none")),
+    "vcpo batch exact": (SequenceTIS(), OPOB("batched", scope="batch")),
+    "vcpo batch one by one": (SequenceTIS(), OPOB("per_trajectory", scope="batch")),
+    "vcpo batch proxy": (SequenceTIS(), OPOB("logit_proxy", scope="batch")),
+    "grpo": (PPOClip(), GroupMean("sample_std")),
+    "dual clip": (PPOClip(0.2, 0.28, 3.0), GroupMean()),
+    "gspo": (GSPO(0.5, 0.8), OPOB("batched")),
+    "cispo": (CISPO(), OPO()),
+    "sapo": (SAPO(), GroupMean()),
+    "m2po": (M2PO(0.2), GroupMean()),
+    "m2po batch proxy": (M2PO(0.2), OPOB("logit_proxy", scope="batch")),
+    "decoupled": (DecoupledPPO(), GroupMean()),
+    "token tis": (TokenTIS(), GroupMean("none")),
+    "token mis": (TokenMIS(), GroupMean()),
+    "icepop": (IcePop(), GroupMean()),
+    "sequence mask": (SequenceMask(0.01, 100.0, "geometric_mean", "sequence_ratio"), OPOB("per_trajectory")),
+    "opsm": (SequenceMask(0.8, None, "geometric_mean", "token_ratio", negative_only=True), GroupMean()),
+    "rloo": (Reinforce(), LeaveOneOut()),
+    "gmc": (GMCGRPO(), OPOB("batched")),
+    "tic": (TICGRPO(), OPOB("per_trajectory")),
+    "tic truncated": (TICGRPO(mode="truncate"), GroupMean()),
+}
+"""Objective and advantage by name."""
+
+PATHS = ("vcpo exact", "vcpo one by one", "vcpo proxy", "vcpo batch one by one", "grpo", "m2po", "gmc")
+"""One method for each way through the estimator."""
 
 
 class DoubleRMSNorm(nn.Module):
@@ -78,3 +131,22 @@ def make_batch(
 def gradient_of(model: nn.Module) -> Tensor:
     """All gradients as one vector (zeros where there is none)."""
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def run(
+    method: PolicyGradient, model: nn.Module, batches: Sequence[MicroBatch], zero_grad: bool = True
+) -> tuple[Tensor, list[MicroBatchStats]]:
+    """Gradient and statistics of a batch made of these micro-batches."""
+    if zero_grad:
+        model.zero_grad()
+    stats = method.gradient(model, batches, backward=lambda loss: loss.backward())
+    return gradient_of(model), stats
+
+
+def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
+    names = ["input_ids", "attention_mask", "loss_mask", "behavior_logprobs", "token_versions", "rewards", "group_index"]
+    return replace(batch, **{name: getattr(batch, name)[rows] for name in names})
+
+
+def assert_same(first: Tensor, second: Tensor) -> None:
+    assert float((first - second).norm() / second.norm()) < 1e-10

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import make_batch, make_model
-from test_policy_gradient import run, take
+from algorithm_cases import make_batch, make_model, run, take
 from torch import Tensor, nn
 
 from lit_asyncrl.algorithm.advantages import OPOB
@@ -13,12 +12,6 @@ from lit_asyncrl.algorithm.estimator import PolicyGradient
 from lit_asyncrl.algorithm.losses import GSPO, SequenceMask, SequenceTIS, TokenTIS
 from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.interfaces import Advantage, Objective
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """No test changes its weights."""
-    return make_model("tied qwen3", torch.float64)
 
 
 class AdvantageSigned(Objective):

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import gradient_of, make_batch, make_model
-from test_policy_gradient import METHODS, take
+from algorithm_cases import METHODS, gradient_of, make_batch, make_model, take
 from torch import Tensor, nn
 
 from lit_asyncrl.algorithm.advantages import GroupMean

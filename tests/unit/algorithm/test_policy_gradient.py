@@ -1,81 +1,26 @@
 """The estimator on a real tiny model: its gradient by brute force, its invariances, and its sums for the log."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import gradient_of, make_batch, make_model
+from algorithm_cases import METHODS, assert_same, gradient_of, make_batch, make_model, run, take
 from torch import Tensor, nn
 
-from lit_asyncrl.algorithm.advantages import OPO, OPOB, GroupMean, LeaveOneOut
+from lit_asyncrl.algorithm.advantages import OPOB, GroupMean
 from lit_asyncrl.algorithm.estimator import PolicyGradient
 from lit_asyncrl.algorithm.logprobs import token_logprobs
 from lit_asyncrl.algorithm.losses import (
-    CISPO,
-    GMCGRPO,
-    GSPO,
-    M2PO,
-    SAPO,
-    TICGRPO,
-    DecoupledPPO,
-    IcePop,
-    PPOClip,
     Reinforce,
-    SequenceMask,
     SequenceTIS,
-    TokenMIS,
     TokenTIS,
 )
 from lit_asyncrl.algorithm.scored import MicroBatchStats
-from lit_asyncrl.types import MicroBatch
-
-METHODS = {
-    "vcpo exact": (SequenceTIS(), OPOB("batched")),
-    "vcpo one by one": (SequenceTIS(), OPOB("per_trajectory")),
-    "vcpo proxy": (SequenceTIS(), OPOB("logit_proxy")),
-    "vcpo released": (SequenceTIS(), OPOB("batched", "released", True, "none")),
-    "vcpo batch exact": (SequenceTIS(), OPOB("batched", scope="batch")),
-    "vcpo batch one by one": (SequenceTIS(), OPOB("per_trajectory", scope="batch")),
-    "vcpo batch proxy": (SequenceTIS(), OPOB("logit_proxy", scope="batch")),
-    "grpo": (PPOClip(), GroupMean("sample_std")),
-    "dual clip": (PPOClip(0.2, 0.28, 3.0), GroupMean()),
-    "gspo": (GSPO(0.5, 0.8), OPOB("batched")),
-    "cispo": (CISPO(), OPO()),
-    "sapo": (SAPO(), GroupMean()),
-    "m2po": (M2PO(0.2), GroupMean()),
-    "m2po batch proxy": (M2PO(0.2), OPOB("logit_proxy", scope="batch")),
-    "decoupled": (DecoupledPPO(), GroupMean()),
-    "token tis": (TokenTIS(), GroupMean("none")),
-    "token mis": (TokenMIS(), GroupMean()),
-    "icepop": (IcePop(), GroupMean()),
-    "sequence mask": (SequenceMask(0.01, 100.0, "geometric_mean", "sequence_ratio"), OPOB("per_trajectory")),
-    "opsm": (SequenceMask(0.8, None, "geometric_mean", "token_ratio", negative_only=True), GroupMean()),
-    "rloo": (Reinforce(), LeaveOneOut()),
-    "gmc": (GMCGRPO(), OPOB("batched")),
-    "tic": (TICGRPO(), OPOB("per_trajectory")),
-    "tic truncated": (TICGRPO(mode="truncate"), GroupMean()),
-}
 
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> PolicyGradient:
     return PolicyGradient(*METHODS[request.param])
-
-
-PATHS = ("vcpo exact", "vcpo one by one", "vcpo proxy", "vcpo batch one by one", "grpo", "m2po", "gmc")
-"""One method for each way through the estimator."""
-
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest) -> PolicyGradient:
-    return PolicyGradient(*METHODS[request.param])
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """No test changes its weights."""
-    return make_model("tied qwen3", torch.float64)
 
 
 CLEAN: dict[int, tuple[Tensor, list[MicroBatchStats]]] = {}
@@ -88,25 +33,6 @@ def clean(method: PolicyGradient, model: nn.Module) -> tuple[Tensor, list[MicroB
         gradient, stats = run(method, model, [make_batch()])
         CLEAN[key] = (gradient.clone(), stats)
     return CLEAN[key]
-
-
-def run(
-    method: PolicyGradient, model: nn.Module, batches: Sequence[MicroBatch], zero_grad: bool = True
-) -> tuple[Tensor, list[MicroBatchStats]]:
-    """Gradient and statistics of a batch made of these micro-batches."""
-    if zero_grad:
-        model.zero_grad()
-    stats = method.gradient(model, batches, backward=lambda loss: loss.backward())
-    return gradient_of(model), stats
-
-
-def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
-    names = ["input_ids", "attention_mask", "loss_mask", "behavior_logprobs", "token_versions", "rewards", "group_index"]
-    return replace(batch, **{name: getattr(batch, name)[rows] for name in names})
-
-
-def assert_same(first: Tensor, second: Tensor) -> None:
-    assert float((first - second).norm() / second.norm()) < 1e-10
 
 
 def test_gradient_is_the_weighted_sum_of_scores(method: PolicyGradient, model: nn.Module) -> None:

@@ -4,24 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import make_batch, make_model
-from test_policy_gradient import METHODS, PATHS, assert_same, run, take
+from algorithm_cases import METHODS, assert_same, make_batch, run, take
 from torch import Tensor, nn
 
 from lit_asyncrl.algorithm.advantages import OPO, GroupMean
 from lit_asyncrl.algorithm.estimator import PolicyGradient
 from lit_asyncrl.algorithm.losses import Reinforce, SequenceTIS
-
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest) -> PolicyGradient:
-    return PolicyGradient(*METHODS[request.param])
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """No test changes its weights."""
-    return make_model("tied qwen3", torch.float64)
 
 
 def test_trajectories_without_trained_tokens_have_neither_gradient_nor_weight(path: PolicyGradient, model: nn.Module) -> None:
