@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,12 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#000000", "#999933")
+SUFFIXES = (".png", ".svg", ".pdf")
 STYLES = ("-", "--", ":", "-.")
 """Told apart by colour-blind readers, and in print after eight runs by their lines."""
+
+LEGEND_CHARACTERS = 110
+"""That fit into one row of the legend."""
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Updates and values."""
@@ -81,6 +86,21 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
+def short_names(folders: Sequence[str]) -> list[str]:
+    """What tells the folders apart: their paths without the parts that all begin and end with.
+
+    Example:
+        >>> short_names(["runs/grpo/version_0", "runs/vcpo/version_0"])
+        ['grpo', 'vcpo']
+    """
+    paths = [Path(folder).parts for folder in folders]
+    while len(paths) > 1 and min(map(len, paths)) > 1 and len({path[0] for path in paths}) == 1:
+        paths = [path[1:] for path in paths]
+    while len(paths) > 1 and min(map(len, paths)) > 1 and len({path[-1] for path in paths}) == 1:
+        paths = [path[:-1] for path in paths]
+    return [str(Path(*path)) for path in paths]
+
+
 def draw(runs: dict[str, dict[str, Curve]], out: Path, window: int) -> None:
     """Write the page."""
     import matplotlib
@@ -88,7 +108,9 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path, window: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(4, 2, figsize=(11, 13), sharex=True)
+    columns = max(1, LEGEND_CHARACTERS // (max(map(len, runs)) + 8))
+    legend_height = 0.22 * (-(-len(runs) // columns) + 2)
+    figure, axes = plt.subplots(4, 2, figsize=(11, 12 + legend_height), sharex=True)
     for axis, panel in zip(axes.flat, PANELS, strict=True):
         shown = 0
         for i, (name, curves) in enumerate(runs.items()):
@@ -107,7 +129,7 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path, window: int) -> None:
                 color=COLOURS[i % len(COLOURS)],
                 linewidth=1.4,
                 label=name,
-                marker="" if panel.smoothed else ".",
+                marker="." if len(steps) == 1 or not panel.smoothed else "",
             )
         axis.set_title(panel.title, fontsize=11)
         axis.set_ylim(*panel.limits) if shown else axis.text(0.5, 0.5, "not logged", ha="center", transform=axis.transAxes)
@@ -116,8 +138,9 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path, window: int) -> None:
         axis.set_xlabel("update")
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     note = f"moving mean over {window} updates, but for the accuracy" if window > 1 else "as logged"
-    figure.legend(handles.values(), handles.keys(), loc="upper center", ncols=min(4, len(handles)), title=note)
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    names = [name if len(name) < LEGEND_CHARACTERS else "..." + name[-LEGEND_CHARACTERS:] for name in handles]
+    figure.legend(handles.values(), names, loc="lower center", ncols=columns, title=note, frameon=False)
+    figure.tight_layout(rect=(0, legend_height / figure.get_figheight(), 1, 1))
     figure.savefig(out, dpi=90)
     plt.close(figure)
 
@@ -134,7 +157,10 @@ def main() -> None:
     folders = [str(Path(folder)) for folder in arguments.runs]
     if repeated := sorted({folder for folder in folders if folders.count(folder) > 1}):
         parser.error(f"every RUN must be another folder, got {', '.join(repeated)} more than once")
-    draw({folder: read_curves(folder) for folder in folders}, arguments.out, arguments.smooth)
+    if not arguments.out.parent.is_dir() or arguments.out.suffix not in SUFFIXES:
+        parser.error(f"--out must be a file {' or '.join(SUFFIXES)} in a folder that exists, got {arguments.out}")
+    curves = [read_curves(folder) for folder in folders]
+    draw(dict(zip(short_names(folders), curves, strict=True)), arguments.out, arguments.smooth)
     print(arguments.out)
 
 

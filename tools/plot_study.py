@@ -10,16 +10,20 @@ style too.
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 from study_arms import ARMS, HEADLINE, MAIN, OPOB_ARMS, POOL_ARMS, RATE_ARMS, TASKS
 from study_drawing import ACCURACY, BLACK, BLUE, GREEN, LOOKS, ORANGE, PINK, RED, SKY, dots, draw_median, finish
-from study_grid import LAG, RAMP_START, RATES, SECTIONS, SEEDS, Form, cell, cells_of
+from study_grid import LAG, RAMP_START, RATES, SEEDS, Form, cell
 from study_results import RESULTS, Results, is_collapsed, rate_text, read_lines, start_of
+from study_signal_tables import lagged_cells
 from study_statistics import ESS_ALARM, healthy_mean, window
 
 
@@ -67,24 +71,32 @@ def rates(results: Results, path: Path) -> bool:
             for rate in RATES:
                 one = [cell("reverse10", arm, "sync" if arm == "sync" else form, rate, seed, lag) for seed in SEEDS[:3]]
                 if runs := results.of(one):
-                    points.append((rate, statistics.median(run["accuracy"] for run in runs)))
+                    points.append((rate, statistics.median(run["accuracy"] for run in runs), any(map(is_collapsed, runs))))
             colour, line, marker = LOOKS[arm]
             shown += len(points)
             if points:
-                axis.plot(*zip(*points, strict=True), linestyle=line, marker=marker, color=colour, label=ARMS[arm].title)
+                xs, ys, fallen = zip(*points, strict=True)
+                axis.plot(xs, ys, linestyle=line, marker=marker, color=colour, label=ARMS[arm].title)
+                axis.plot(*circled(xs, ys, fallen), "o", markersize=12, markerfacecolor="none", color=colour)
         axis.set(title=title, xlabel="learning rate", xscale="log", ylim=(-0.02, 1.02))
         axis.set_xticks(RATES, [rate_text(rate) for rate in RATES])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
+    axes[0].plot([], [], "o", markersize=12, markerfacecolor="none", color="grey", label="circled: a run of three collapsed")
     axes[0].set_ylabel(f"median {ACCURACY}")
     finish(figure, axes, path)
     return shown > 0
 
 
+def circled(xs: Sequence[float], ys: Sequence[float], fallen: Sequence[bool]) -> tuple[list[float], list[float]]:
+    """The points at which a run collapsed."""
+    kept = [(x, y) for x, y, fell in zip(xs, ys, fallen, strict=True) if fell]
+    return [x for x, _ in kept], [y for _, y in kept]
+
+
 def alarms(results: Results, path: Path) -> bool:
     """Lowest ESS ratio, largest gradient norm and KL of the first lagged updates against final accuracy."""
-    cells = [c for c in cells_of(SECTIONS) if c.task == "reverse10" and c.form in ("cold", "ramp")]
-    runs = [run for run in results.of(cells) if window(run, "min_ess", start_of(run))]
+    runs = [run for run in results.of(lagged_cells()) if window(run, "min_ess", start_of(run))]
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.4), sharey=True)
     for axis, (field, peak, label) in zip(
         axes,
@@ -100,6 +112,7 @@ def alarms(results: Results, path: Path) -> bool:
             xs = [peak(window(run, field, start_of(run))) for run in found]
             axis.plot(xs, [run["accuracy"] for run in found], marker, color=colour, alpha=0.5, markersize=5, label=name)
         axis.set(xlabel=f"{label} of the first 100 lagged\nupdates, or up to the collapse", xscale="log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     axes[0].axvline(ESS_ALARM, color="grey", linestyle="--", linewidth=1, label=f"ESS alarm at {ESS_ALARM:g}")
     axes[0].set(ylabel=f"final {ACCURACY}", ylim=(-0.03, 1.03))
@@ -119,7 +132,7 @@ def gac(results: Results, path: Path) -> bool:
                 one = [
                     cell("reverse10", arm if lag else "sync", "cold" if lag else "sync", rate, seed, lag) for seed in SEEDS[:3]
                 ]
-                values = [m for run in results.of(one) if (m := healthy_mean(run, "cosine")) is not None]
+                values = [m for run in results.of(one) if (m := healthy_mean(run, "cosine", run["lag"])) is not None]
                 means.append(statistics.median(values) if values else np.nan)
                 shown += len(values)
             colour, line, marker = LOOKS[arm]
@@ -259,13 +272,17 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := [name for name in given.figures if name not in FIGURES]:
         parser.error(f"NAME must be one of {', '.join(FIGURES)}, got {', '.join(unknown)}")
+    if not given.results.is_file():
+        parser.error(f"--results must be a results file, got {given.results}")
     results = Results(given.results)
     given.out.mkdir(parents=True, exist_ok=True)
     for name in given.figures or FIGURES:
-        path = given.out / f"{name}.png"
-        if not FIGURES[name](results, path):
-            path.unlink(missing_ok=True)
-            print(f"{name}: no runs yet")
+        with tempfile.TemporaryDirectory() as folder:
+            drawn = Path(folder) / f"{name}.png"
+            if FIGURES[name](results, drawn):
+                print(shutil.copy(drawn, given.out))
+            else:
+                print(f"{name}: no runs yet")
 
 
 if __name__ == "__main__":

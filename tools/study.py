@@ -26,35 +26,44 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from study_grid import SECTIONS, SEEDS, UPDATES, Cell, cell, cells_of, quick
-from study_results import RESULTS
+from study_grid import SECTIONS, SEEDS, UPDATES, Cell, cell, cells_of, check_package, quick
+from study_results import RESULTS, read_results
 from study_warm_start import CACHE
 
 RUNS_PER_WORKER = 40
 """Runs of one interpreter, which then makes place for a fresh one."""
 
 
-def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Lines of the results file by key, failed ones included; a later line replaces an earlier one."""
-    if not path.is_file():
-        return {}
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return {result["key"]: result for line in lines if line for result in [json.loads(line)]}
+class ResultsLog:
+    """The results file, open for adding lines; one runner at a time.
 
+    Raises:
+        SystemExit: another runner has it, or it cannot be written.
+    """
 
-def append(path: Path, line: dict[str, Any]) -> None:
-    """Add one line, whole even if another runner writes too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        file.flush()
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+", encoding="utf-8")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the process, however it ends
+        except BlockingIOError:
+            raise SystemExit(f"--results must be a file that no other runner writes, got {path}. Name another.") from None
+        except OSError as error:
+            raise SystemExit(f"--results must be a file that can be written, got {path}: {error}.") from None
+        text = path.read_text(encoding="utf-8")
+        if text and not text.endswith("\n"):  # a line that a kill has cut
+            self._file.write("\n")
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one line."""
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()
 
 
 def start_worker() -> None:
@@ -95,6 +104,7 @@ class Runner:
     """
 
     def __init__(self, results: Path, cache: Path, workers: int, retry: bool) -> None:
+        self.log = ResultsLog(results)
         self.results = results
         self.cache = cache
         self.workers = workers
@@ -107,39 +117,48 @@ class Runner:
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run all cells that are not done; those with an engine process one at a time, last."""
-        done = load(self.results)
+        done = read_results(self.results)
         todo = [c for c in cells if not self.is_done(c, done)]
         print(f"{len(todo)} of {len(cells)} runs to make", flush=True)
         alone = [c for c in todo if c.form == "async"]
         self._run([c for c in todo if c.form != "async"], self.workers, len(alone))
         self._run(alone, 1, 0)
 
-    def _run(self, todo: list[Cell], workers: int, later: int) -> None:
-        left, failed_before = list(todo), {key for key, line in load(self.results).items() if "error" in line}
+    def _run(self, todo: Sequence[Cell], workers: int, later: int) -> None:
+        left = list(todo)
         while left:
             pool = make_pool(workers)
             running: dict[Future[dict[str, Any]], Cell] = {}
             try:
                 while left or running:
-                    while left and len(running) < workers:
-                        next_cell = left.pop(0)
-                        known = load(self.results)
-                        taken = known.get(next_cell.key)  # by another runner, meanwhile
-                        if taken is None or ("error" in taken and next_cell.key in failed_before):
-                            running[pool.submit(work, *self._arguments(next_cell, known))] = next_cell
-                    if running:
-                        self._collect(running, len(left), later, workers)
+                    while len(running) < workers and (i := self._startable(left, running.values())) is not None:
+                        next_cell = left.pop(i)
+                        running[pool.submit(work, *self._arguments(next_cell))] = next_cell
+                    self._collect(running, len(left), later, workers)
             except BrokenProcessPool:
-                for lost in running.values():
-                    append(self.results, {"key": lost.key, "error": "the worker process died"})
-                    print(f"{lost.key}: the worker process died", flush=True)
+                pool.shutdown()
+                self._run_lost(list(running.values()), workers, later)
             except KeyboardInterrupt:
                 os._exit(130)  # the workers end with this process
             pool.shutdown()
 
-    def _arguments(self, cell: Cell, known: dict[str, dict[str, Any]]) -> tuple[Any, ...]:
-        thresholds = known.get(cell.calibration.key, {}).get("gac_thresholds") if cell.needs_thresholds else None
-        return cell, self.cache, UPDATES, thresholds, None
+    def _run_lost(self, lost: Sequence[Cell], workers: int, later: int) -> None:
+        """One of these runs has ended its worker, and with it the pool: each by itself tells which."""
+        if workers > 1:
+            self._run(lost, 1, later)
+            return
+        for one in lost:
+            self.log.append({"key": one.key, "error": "the worker process died"})
+            print(f"{one.key}: the worker process died", flush=True)
+
+    def _startable(self, left: Sequence[Cell], running: Iterable[Cell]) -> int | None:
+        """The first cell whose thresholds do not come from a run that is going on."""
+        busy = {c.key for c in running}
+        return next((i for i, c in enumerate(left) if not (c.needs_thresholds and c.calibration.key in busy)), None)
+
+    def _arguments(self, cell: Cell) -> tuple[Any, ...]:
+        known = read_results(self.results) if cell.needs_thresholds else {}
+        return cell, self.cache, UPDATES, known.get(cell.calibration.key, {}).get("gac_thresholds"), None
 
     def _collect(self, running: dict[Future[dict[str, Any]], Cell], left: int, later: int, workers: int) -> None:
         """Wait for a run to end, write its line and say how far it is."""
@@ -147,7 +166,7 @@ class Runner:
         for future in finished:
             line = future.result()
             del running[future]
-            append(self.results, line)
+            self.log.append(line)
             self._seconds.append(line["run_s"])
             seconds = statistics.fmean(self._seconds)
             minutes = seconds * ((left + len(running) / 2) / workers + later) / 60
@@ -163,7 +182,7 @@ def make_pool(workers: int) -> ProcessPoolExecutor:
 
 def status(path: Path) -> str:
     """Runs done, failed and left of every section."""
-    done = load(path)
+    done = read_results(path)
     lines = [f"{'section':<12}{'runs':>6}{'done':>6}{'failed':>8}{'left':>6}"]
     for name, cells in [*((name, cells_of([name])) for name in SECTIONS), ("all", cells_of(SECTIONS))]:
         found = [done[c.key] for c in cells if c.key in done]
@@ -195,9 +214,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "status", "check", "bias"])
-    parser.add_argument(
-        "--section", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="default: all, in this order"
-    )
+    parser.add_argument("--section", nargs="+", choices=list(SECTIONS), help="default: all, in this order")
     parser.add_argument("--seeds", type=int, nargs="+", choices=SEEDS, help="default: those of each section")
     parser.add_argument("--quick", action="store_true", help="the main methods at lag 32 with two seeds")
     parser.add_argument("--limit", type=int, help="largest number of runs to make")
@@ -206,8 +223,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS, help="results file (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder of the warm starts (default: %(default)s)")
     given = parser.parse_args(arguments)
-    if given.workers < 1:
-        parser.error(f"--workers must be at least 1, got {given.workers}")
+    for name in ("workers", "limit"):
+        if (number := getattr(given, name)) is not None and number < 1:
+            parser.error(f"--{name} must be at least 1, got {number}")
+    if given.quick and (given.section or given.seeds):
+        parser.error("--quick must be given without --section and --seeds: it has its own")
+    given.cells = quick() if given.quick else cells_of(given.section or SECTIONS, given.seeds)
+    if not given.cells:
+        parser.error(f"--seeds must be of the sections {', '.join(given.section)}, got {', '.join(map(str, given.seeds))}")
     return given
 
 
@@ -216,7 +239,9 @@ def main() -> None:
     given = parse()
     if given.command == "status":
         print(status(given.results))
-    elif given.command == "check":
+        return
+    check_package()
+    if given.command == "check":
         check(given.workers)
     elif given.command == "bias":
         from study_bias import measure_all
@@ -224,11 +249,8 @@ def main() -> None:
         measure_all(given.cache, given.results.with_name("bias.jsonl"))
     else:
         runner = Runner(given.results, given.cache, given.workers, given.retry)
-        cells = quick() if given.quick else cells_of(given.section, given.seeds)
-        if given.limit is not None:
-            done = load(given.results)
-            cells = [c for c in cells if not runner.is_done(c, done)][: given.limit]
-        runner.run(cells)
+        done = read_results(given.results)
+        runner.run([c for c in given.cells if not runner.is_done(c, done)][: given.limit] if given.limit else given.cells)
         print(status(given.results))
         if given.quick:
             from results_table import TABLES

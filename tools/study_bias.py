@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from study_arms import TASKS
 from study_grid import RESPONSES, arguments_of, cell
-from study_run import fit, significant
+from study_results import read_lines
+from study_run import commit, fit, significant
 from study_warm_start import task_of, warm_start
 from torch import Tensor
 
@@ -94,18 +95,23 @@ def fresh_norm(fresh: Moments) -> float:
 
 
 def measure_all(cache: Path, out: Path) -> None:
-    """Measure every pair and group size; replaces the file."""
+    """Measure every pair and group size that is not in the file yet, and add them to it."""
     torch.set_num_threads(1)
-    lines = []
+    done = {(line["updates"], line["group_size"]) for line in read_lines(out)}
+    out.parent.mkdir(parents=True, exist_ok=True)
     for updates in UPDATES:
+        sizes = [size for size in GROUP_SIZES if (updates, size) not in done]
+        if not sizes:
+            continue
         pair = make_pair(cache, updates)
         fresh = fresh_gradient(pair, FRESH_BATCHES)
-        for group_size in GROUP_SIZES:
-            for name, result in measure(pair, fresh, group_size, BATCHES).items():
-                lines.append({"updates": updates, "group_size": group_size, "method": name, **result})
-                print(lines[-1], flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        for size in sizes:
+            results = measure(pair, fresh, size, BATCHES)
+            with out.open("a", encoding="utf-8") as file:
+                for name, result in results.items():
+                    line = {"updates": updates, "group_size": size, "method": name, "commit": commit(), **result}
+                    file.write(json.dumps(line) + "\n")
+            print(f"{updates} updates apart, groups of {size}: measured", flush=True)
 
 
 def make_pair(cache: Path, updates: int) -> Pair:

@@ -64,7 +64,6 @@ def finish(figure: Any, axes: Any, path: Path, columns: int = 4) -> None:
     figure.tight_layout(rect=(0, bottom if handles else 0, 1, 1))
     figure.savefig(path, dpi=100)
     plt.close(figure)
-    print(path)
 
 
 def dots(groups: Sequence[tuple[str, dict[str, list[Run]]]], references: dict[str, list[Run]], path: Path) -> bool:

@@ -6,6 +6,7 @@ question needs; a cell that two sections name is run once.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -187,8 +188,24 @@ def quick() -> list[Cell]:
     return [c for c in headline() if c.arm in MAIN and c.form != "ramp" and c.seed in SEEDS[:2]]
 
 
+def check_package() -> None:
+    """Refuse to run another checkout's package.
+
+    Raises:
+        SystemExit: with the remedy.
+    """
+    found = importlib.util.find_spec("lit_asyncrl")
+    where = None if found is None or found.origin is None else Path(found.origin).resolve().parents[1]
+    if where != ROOT:
+        raise SystemExit(f"lit_asyncrl must be the package of {ROOT}, got that of {where}. Set PYTHONPATH={ROOT}.")
+
+
 def callbacks_of(cell: Cell, thresholds: Sequence[float] | None) -> list[dict[str, Any]]:
-    """The run's callbacks as the command line takes them."""
+    """The run's callbacks as the command line takes them.
+
+    Raises:
+        ValueError: a cell that is calibrated has no thresholds.
+    """
     arm = ARMS[cell.arm]
     engine = {"mode": "process", "num_slots": RESPONSES, "num_threads": 1} if cell.form == "async" else {"mode": "inline"}
     rollout = {
@@ -200,8 +217,12 @@ def callbacks_of(cell: Cell, thresholds: Sequence[float] | None) -> list[dict[st
     }
     if arm.control == "observe":
         control: dict[str, Any] = {"observe_only": True}
+    elif arm.control == "fixed":
+        control = {"thresholds": list(FIXED_THRESHOLDS)}
+    elif thresholds is None:
+        raise ValueError(f"{cell.key} needs thresholds of {cell.calibration.key}, which has none. Run that first.")
     else:
-        control = {"thresholds": list(FIXED_THRESHOLDS if arm.control == "fixed" else thresholds or FIXED_THRESHOLDS)}
+        control = {"thresholds": list(thresholds)}
     return [
         {"class_path": "AsyncRollout", "init_args": rollout},
         *([{"class_path": "EssLrScale"}] if arm.ess_lr else []),
@@ -219,6 +240,9 @@ def arguments_of(cell: Cell, policy: str, updates: int = UPDATES, thresholds: Se
         policy: folder of the warm start, or the name of a packaged model.
         updates: optimizer updates.
         thresholds: gradient alignment control's, where the cell needs them.
+
+    Raises:
+        ValueError: it needs them, and has none.
     """
     arm, task = ARMS[cell.arm], TASKS[cell.task]
     is_async = cell.form == "async" and cell.arm != "sync"

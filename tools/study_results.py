@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from study_grid import RAMP_START, ROOT, Cell, Form, cell
-from study_statistics import Run, alarm_threshold, block_alarm, collapse_update, lead_time, paired_bootstrap, paired_differences
+from study_statistics import (
+    ESS_ALARM,
+    Run,
+    alarm_threshold,
+    block_alarm,
+    collapse_update,
+    lead_time,
+    paired_bootstrap,
+    paired_differences,
+)
 
 RESULTS = ROOT / "docs" / "study" / "results.jsonl"
 
@@ -23,11 +33,9 @@ class Results:
 
     def __init__(self, path: Path = RESULTS) -> None:
         self.path = path
-        self._runs: dict[str, Run] = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-            run = json.loads(line)
-            if "error" not in run:
-                self._runs[run["key"]] = run
+        lines = read_results(path)
+        self._runs: dict[str, Run] = {key: line for key, line in lines.items() if "error" not in line}
+        self._failed = lines.keys() - self._runs.keys()
 
     def of(self, cells: Iterable[Cell]) -> list[Run]:
         """The runs of those cells that have been run."""
@@ -37,9 +45,11 @@ class Results:
         """A line that says what is missing; empty if nothing is."""
         unique = {c.key: c for c in cells}
         done = len(self.of(unique.values()))
+        failed = sum(key in self._failed for key in unique)
         if done == len(unique):
             return ""
-        return f"*{done} of {len(unique)} runs made so far*" if done else f"*not run yet (0 of {len(unique)} runs)*"
+        note = f", {failed} failed" if failed else ""
+        return f"*{done} of {len(unique)} runs made so far{note}*" if done else f"*not run yet (0 of {len(unique)} runs{note})*"
 
     def synchronous(self, task: str, rate: float, seeds: Iterable[int]) -> list[Run]:
         """Synchronous runs of a task at a rate."""
@@ -56,16 +66,26 @@ def is_collapsed(run: Run) -> bool:
     return collapse_update(run["curve"]) is not None
 
 
-ALARMS = ("ESS ratio under 0.05 once", "ESS ratio under 0.05, three in a row", "gradient norm", "KL")
+ALARMS = (
+    "ESS ratio under 0.05 in an update",
+    "ESS ratio under 0.05 in three updates in a row",
+    "ESS ratio under 0.05 in three blocks in a row",
+    "gradient norm, a block",
+    "gradient norm, three blocks in a row",
+    "KL, a block",
+    "KL, three blocks in a row",
+)
 """Names of `alarms_of`, in its order."""
 
 
 def alarms_of(run: Run, synchronous: Sequence[Run]) -> list[int | None]:
     """The update of each alarm, None where it is silent; the synchronous runs give the thresholds of the last two."""
-    alarms = [run["ess_alarm"], run["ess_alarm3"]]
+    start = start_of(run)
+    low = block_alarm([-value for value in run["min_ess"]], -ESS_ALARM, start, in_a_row=3)
+    alarms = [run["ess_alarm"], run["ess_alarm3"], low]
     for field in ("max_grad_norm", "max_kl"):
         threshold = alarm_threshold(synchronous, field)
-        alarms.append(None if threshold is None else block_alarm(run[field], threshold, start_of(run)))
+        alarms += [None if threshold is None else block_alarm(run[field], threshold, start, in_a_row=n) for n in (1, 3)]
     return alarms
 
 
@@ -89,6 +109,12 @@ def spread(runs: Sequence[Run], field: str = "accuracy", digits: int = 2) -> str
         return "-"
     values = [run[field] for run in runs]
     return f"**{statistics.median(values):.{digits}f}** ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def with_collapses(runs: Sequence[Run]) -> str:
+    """`spread` of the accuracy, and how many collapsed, if any did."""
+    fallen = sum(map(is_collapsed, runs))
+    return spread(runs) + (f", {fallen} fell" if fallen else "")
 
 
 def collapsed(runs: Sequence[Run]) -> str:
@@ -115,8 +141,23 @@ FORM_TITLES: dict[Form, str] = {"cold": "lag 32 from the start", "ramp": f"lag 3
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of a JSONL file; none if it does not exist."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    """Lines of a JSONL file; none if it does not exist. A line that is not whole, as a kill leaves it, is named and left out."""
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            line = None
+        if isinstance(line, dict):
+            lines.append(line)
+        else:
+            print(f"{path.name}: line {number} is not whole; left out", file=sys.stderr)
+    return lines
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Lines of the results file by key, failed runs included; a later line replaces an earlier one."""
+    return {line["key"]: line for line in read_lines(path) if "key" in line}
 
 
 def told(results: Results, cells: Sequence[Cell], text: str) -> str:

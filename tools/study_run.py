@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from study_arms import ARMS
-from study_grid import ROOT, UPDATES, Cell, arguments_of
+from study_grid import ROOT, UPDATES, Cell, arguments_of, check_package
 from study_statistics import BLOCK, ESS_ALARM, ESS_ALARM_UPDATES, blocks, first_below
 from study_warm_start import warm_start
 
-import lit_asyncrl
 from lit_asyncrl.algorithm.gradients import calibrated_thresholds
 from lit_asyncrl.callbacks.report import RunReport
 from lit_asyncrl.cli import AsyncRLCLI, run
@@ -112,6 +111,8 @@ def run_cell(
         started = time.monotonic(), time.process_time()
         recorder, summary = results_of(fit(arguments_of(cell, str(folder), updates, thresholds)))
         line |= result_of(cell, recorder, summary, figures)
+        if thresholds is not None:
+            line["thresholds"] = list(thresholds)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a failed run is a line of the results, and the next one goes on
         line["error"] = f"{type(error).__name__}: {error}"[:MAX_ERROR]
     seconds = [round(now - then, 1) for now, then in zip((time.monotonic(), time.process_time()), started, strict=True)]
@@ -204,14 +205,15 @@ def _mean(values: Sequence[float]) -> float:
 
 @functools.cache
 def commit() -> str:
-    """Commit of the package that runs, with a `+` where it differs from it.
+    """Commit of the package that runs, with a `+` where package, configs or tools differ from it.
 
     Raises:
         SystemExit: the package is not this checkout's.
     """
-    if Path(lit_asyncrl.__file__).resolve().parents[1] != ROOT:
-        raise SystemExit(f"lit_asyncrl must be the package of {ROOT}, got {lit_asyncrl.__file__}. Set PYTHONPATH={ROOT}.")
+    check_package()
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "--", "lit_asyncrl"], capture_output=True, text=True, check=False)
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", "lit_asyncrl", "configs", "tools"], capture_output=True, text=True, check=False
+    )
     return (head or "unknown") + ("+" if changed.stdout.strip() else "")

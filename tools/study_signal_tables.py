@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from study_arms import ARMS, GAC_ARMS, POOL_ARMS
-from study_grid import SECTIONS, SEEDS, Cell, cell, cells_of
+from study_grid import GROUP_SIZE, RATES, SECTIONS, SEEDS, Cell, cell, cells_of
 from study_results import (
     ALARMS,
     Results,
     alarms_of,
+    collapsed,
     difference,
     is_collapsed,
     leads_of,
@@ -20,24 +21,35 @@ from study_results import (
     start_of,
     table,
     told,
+    with_collapses,
 )
-from study_statistics import Run, accuracy_at, area_under_curve, healthy_mean, window
+from study_statistics import Run, accuracy_at, healthy_mean, ranking_quality, window
 from study_tables import rate_runs
 
 
+def lagged_cells() -> list[Cell]:
+    """Cells whose signals are comparable: lagged, on `reverse10`, groups of 8, no gradient alignment control that acts."""
+    return [
+        c
+        for c in cells_of(SECTIONS)
+        if c.task == "reverse10"
+        and c.form in ("cold", "ramp")
+        and c.group_size == GROUP_SIZE
+        and ARMS[c.arm].control == "observe"
+    ]
+
+
 def _lagged(results: Results) -> list[tuple[Run, list[Run]]]:
-    """Every lagged run on `reverse10` with the synchronous runs of its rate."""
-    cells = [c for c in cells_of(SECTIONS) if c.task == "reverse10" and c.form in ("cold", "ramp")]
-    return [(run, results.synchronous("reverse10", run["rate"], SEEDS)) for run in results.of(cells)]
-
-
-def _lagged_cells() -> list[Cell]:
-    return [c for c in cells_of(SECTIONS) if c.task == "reverse10" and c.form != "async"]
+    """Those that were run, with the synchronous runs of their rate."""
+    return [(run, results.synchronous("reverse10", run["rate"], SEEDS)) for run in results.of(lagged_cells())]
 
 
 def alarms(results: Results) -> str:
     """How early each alarm rings before a collapse, and how often without one."""
     rows = []
+    synchronous = [
+        alarms_of(run, sync) for rate in RATES if (sync := results.synchronous("reverse10", rate, SEEDS)) for run in sync
+    ]
     for form, title in (("cold", "from the start"), ("ramp", "from update 100 on")):
         runs = [(run, sync) for run, sync in _lagged(results) if run["form"] == form and sync]
         fallen = [leads_of(run, sync) for run, sync in runs if is_collapsed(run)]
@@ -46,9 +58,10 @@ def alarms(results: Results) -> str:
             leads = [lead for run in fallen if (lead := run[i]) is not None]
             median = f"{statistics.median(leads):.0f} ({min(leads)}-{max(leads)})" if leads else "-"
             false = sum(run[i] is not None for run in standing)
-            rows.append([title, name, f"{len(leads)}/{len(fallen)}", median, f"{false}/{len(standing)}"])
+            quiet = f"{sum(run[i] is not None for run in synchronous)}/{len(synchronous)}"
+            rows.append([title, name, f"{len(leads)}/{len(fallen)}", median, f"{false}/{len(standing)}", quiet])
     header = ["lag", "alarm", "collapses announced", "lead in updates: median (range)", "alarms without a collapse"]
-    return told(results, _lagged_cells(), table(header, rows))
+    return told(results, lagged_cells(), table([*header, "alarms in synchronous runs"], rows))
 
 
 def ranking(results: Results) -> str:
@@ -64,14 +77,16 @@ def ranking(results: Results) -> str:
     rows = []
     for name, belongs in groups.items():
         runs = [r for r in lagged if belongs(r) and window(r, "min_ess", start_of(r))]
-        labels = [is_collapsed(r) for r in runs]
-        areas = [
-            area_under_curve([sign * peak(window(r, field, start_of(r))) for r in runs], labels)
-            for field, sign, peak in (("min_ess", -1, min), ("max_grad_norm", 1, max), ("max_kl", 1, max))
-        ]
-        rows.append([name, f"{sum(labels)}/{len(labels)}", *("-" if a is None else f"{a:.2f}" for a in areas)])
+        areas = []
+        for field, sign in (("min_ess", -1), ("max_grad_norm", 1), ("max_kl", 1)):
+            fallen, standing = (
+                [[sign * value for value in window(r, field, start_of(r))] for r in runs if is_collapsed(r) == kind]
+                for kind in (True, False)
+            )
+            areas.append(ranking_quality(fallen, standing))
+        rows.append([name, collapsed(runs), *("-" if a is None else f"{a:.2f}" for a in areas)])
     header = ["runs", "collapsed", "lowest ESS ratio", "largest gradient norm", "largest KL"]
-    return told(results, _lagged_cells(), table(header, rows))
+    return told(results, lagged_cells(), table(header, rows))
 
 
 def gac_cosine(results: Results) -> str:
@@ -88,7 +103,7 @@ def gac_cosine(results: Results) -> str:
 
 
 def _cosines(runs: Sequence[Run]) -> list[float]:
-    return [mean for run in runs if (mean := healthy_mean(run, "cosine")) is not None]
+    return [mean for run in runs if (mean := healthy_mean(run, "cosine", run["lag"])) is not None]
 
 
 def _median(values: Sequence[float]) -> str:
@@ -104,7 +119,7 @@ def gac_acting(results: Results) -> str:
             for rate in (1e-4, 3e-4):
                 runs, plain = (rate_runs(results, name, "cold", 8, rate) for name in (arm, base))
                 skipped = f"{statistics.median(r['skipped'] for r in runs):.0f}" if runs and arm != base else "-"
-                row += [spread(runs), "-" if arm == base else difference(runs, plain), skipped]
+                row += [with_collapses(runs), "-" if arm == base else difference(runs, plain), skipped]
             rows.append(row)
     header = ["method", *(f"{h} at {rate_text(rate)}" for rate in (1e-4, 3e-4) for h in ("accuracy", "gain", "skipped"))]
     return told(results, SECTIONS["gac"](), table(header, rows))
@@ -113,11 +128,18 @@ def gac_acting(results: Results) -> str:
 def pace(results: Results) -> str:
     """Samplers under real asynchrony."""
     runs = {arm: results.of(cell("reverse4to16", arm, "async", seed=seed) for seed in SEEDS) for arm in POOL_ARMS}
-    if not (everyone := [run for arm in POOL_ARMS[1:] for run in runs[arm]]):
+    if not any(runs.values()):
         return results.progress(SECTIONS["pace"]())
-    least = {axis: min(run[axis][-1] for run in everyone) for axis in ("seconds", "tokens")}
+    least = {
+        (seed, axis): min(run[axis][-1] for mine in runs.values() for run in mine if run["seed"] == seed)
+        for seed in {run["seed"] for mine in runs.values() for run in mine}
+        for axis in ("seconds", "tokens")
+    }
     equal = {
-        arm: [{"seed": run["seed"], **{axis: accuracy_at(run, axis, value) for axis, value in least.items()}} for run in mine]
+        arm: [
+            {"seed": run["seed"], **{axis: accuracy_at(run, axis, least[run["seed"], axis]) for axis in ("seconds", "tokens")}}
+            for run in mine
+        ]
         for arm, mine in runs.items()
     }
     rows = [_pace_row(arm, runs[arm], equal) for arm in POOL_ARMS if runs[arm]]
@@ -153,7 +175,7 @@ def bias(results: Results) -> str:
         for method in dict.fromkeys(line["method"] for line in lines):
             found = {line["group_size"]: line for line in lines if (line["updates"], line["method"]) == (updates, method)}
             texts = (
-                f"{n['bias']:.2f}±{n['noise']:.2f}, {n['paired_bias']:.2f}±{n['paired_noise']:.2f}, {n['variance']:.1f}"
+                f"{n['bias']:.2f} ({n['noise']:.2f}), {n['paired_bias']:.2f} ({n['paired_noise']:.2f}), {n['variance']:.1f}"
                 for n in found.values()
             )
             rows.append([str(updates), method, *texts])

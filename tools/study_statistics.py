@@ -23,11 +23,12 @@ ESS_ALARM_UPDATES = 3
 
 ALARM_QUANTILE = 0.99
 KL_HEALTHY = 0.05
-"""Alarms by gradient norm and by KL: above this quantile of the block maxima of synchronous runs at the same task and rate. A
-synchronous run has no KL at all, so its alarm is at least at the bound that docs/metrics.md calls healthy, nats per token."""
+"""Alarms by gradient norm and by KL: above this quantile of the block maxima of synchronous runs at the same task and rate, up to
+a collapse of theirs. A synchronous run has no KL at all, so its alarm is at least at the bound that docs/metrics.md calls
+healthy, nats per token."""
 
 BLOCK = 10
-"""Updates of a block. Alarms by gradient norm and KL are dated by the last update of their block: a handicap of 5 on average."""
+"""Updates of a block. Alarms by blocks are dated by the last update of the last of them."""
 
 PREDICTION_UPDATES = 100
 """Ranking looks at so many lagged updates, or at those up to the collapse if that is earlier."""
@@ -85,22 +86,25 @@ def collapse_update(curve: Sequence[Sequence[float]]) -> int | None:
 
 def alarm_threshold(synchronous: Sequence[Run], field: str) -> float | None:
     """Threshold of the alarm by `max_grad_norm` or `max_kl`; None without a synchronous run."""
-    values = [value for run in synchronous for value in run[field]]
+    values = [value for run in synchronous for value in healthy(run, field)]
     if not values:
         return None
-    threshold = float(np.quantile(values, ALARM_QUANTILE))
+    threshold = float(np.nanquantile(values, ALARM_QUANTILE))
     return max(threshold, KL_HEALTHY) if field == "max_kl" else threshold
 
 
-def block_alarm(maxima: Sequence[float], threshold: float, start: int = 0) -> int | None:
-    """Last update of the first block after update `start` with a maximum above the threshold; None if there is none.
+def block_alarm(maxima: Sequence[float], threshold: float, start: int = 0, in_a_row: int = 1) -> int | None:
+    """Last update of the first `in_a_row` blocks in a row, after update `start`, above the threshold; None if there are none.
 
     Example:
-        >>> block_alarm([9.0, 1.0, 3.0], 2.0), block_alarm([9.0, 1.0, 3.0], 2.0, start=10)
-        (10, 30)
+        >>> maxima = [9.0, 1.0, 3.0, 3.0]
+        >>> block_alarm(maxima, 2.0), block_alarm(maxima, 2.0, start=10), block_alarm(maxima, 2.0, in_a_row=2)
+        (10, 30, 40)
     """
+    run = 0
     for i, value in enumerate(maxima):
-        if i * BLOCK >= start and value > threshold:
+        run = run + 1 if i * BLOCK >= start and value > threshold else 0
+        if run == in_a_row:
             return (i + 1) * BLOCK
     return None
 
@@ -114,24 +118,25 @@ def lead_time(collapse: int | None, alarm: int | None) -> int | None:
 
 def window(run: Run, field: str, start: int) -> list[float]:
     """A run's blocks of the first lagged updates, of those up to the collapse if that is earlier; see `PREDICTION_UPDATES`."""
-    collapse = collapse_update(run["curve"])
-    end = min(start + PREDICTION_UPDATES, math.inf if collapse is None else collapse)
-    return [value for i, value in enumerate(run[field]) if i * BLOCK >= start and (i + 1) * BLOCK <= end]
+    return healthy(run, field, start)[: PREDICTION_UPDATES // BLOCK]
 
 
-def area_under_curve(scores: Sequence[float], labels: Sequence[bool]) -> float | None:
-    """Probability that a positive has the higher score, ties counted half; None without both kinds.
+def ranking_quality(fallen: Sequence[Sequence[float]], standing: Sequence[Sequence[float]]) -> float | None:
+    """Probability that a run that collapses has a higher peak than one that does not; ties count half; None without both kinds.
+
+    A pair is looked at for as long as the collapsing run's window lasts: the peak of more blocks is higher by itself.
+
+    Args:
+        fallen, standing: `window` of each run.
 
     Example:
-        >>> area_under_curve([3.0, 1.0, 2.0, 1.0], [True, True, False, False])
+        >>> ranking_quality([[3.0], [1.0]], [[2.0, 9.0], [1.0, 9.0]])
         0.625
     """
-    positive = [s for s, label in zip(scores, labels, strict=True) if label]
-    negative = [s for s, label in zip(scores, labels, strict=True) if not label]
-    if not positive or not negative:
+    if not fallen or not standing:
         return None
-    wins = sum((p > n) + 0.5 * (p == n) for p in positive for n in negative)
-    return wins / (len(positive) * len(negative))
+    pairs = [(max(mine), max(other[: len(mine)])) for mine in fallen for other in standing]
+    return sum((mine > other) + 0.5 * (mine == other) for mine, other in pairs) / len(pairs)
 
 
 def paired_bootstrap(differences: Sequence[float], seed: int = 0) -> tuple[float, float]:
@@ -158,16 +163,21 @@ def is_stable(runs: Sequence[Run], reference: float) -> bool:
 
 
 def best_rate(by_rate: Mapping[float, Sequence[Run]]) -> float:
-    """The rate with the highest median accuracy; the lowest of them if it is shared."""
-    medians = {rate: statistics.median(run["accuracy"] for run in runs) for rate, runs in by_rate.items() if runs}
-    return max(sorted(medians), key=lambda rate: medians[rate])
+    """The rate with the highest mean accuracy, since means are compared; the lowest of them if it is shared."""
+    means = {rate: statistics.fmean(run["accuracy"] for run in runs) for rate, runs in by_rate.items() if runs}
+    return max(sorted(means), key=lambda rate: means[rate])
+
+
+def healthy(run: Run, field: str, start: int = 0) -> list[float]:
+    """A field's blocks after update `start` and up to the collapse, after which there is no gradient to speak of."""
+    collapse = collapse_update(run["curve"])
+    end = math.inf if collapse is None else collapse
+    return [value for i, value in enumerate(run[field]) if i * BLOCK >= start and (i + 1) * BLOCK <= end]
 
 
 def healthy_mean(run: Run, field: str, start: int = 0) -> float | None:
-    """Mean of a field's blocks after update `start` and up to the collapse, after which there is no gradient to speak of."""
-    collapse = collapse_update(run["curve"])
-    end = math.inf if collapse is None else collapse
-    values = [value for i, value in enumerate(run[field]) if i * BLOCK >= start and (i + 1) * BLOCK <= end]
+    """Mean of `healthy`; None if there is no such block."""
+    values = healthy(run, field, start)
     return statistics.fmean(values) if values else None
 
 

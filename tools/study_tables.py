@@ -16,6 +16,7 @@ from study_results import (
     spread,
     table,
     told,
+    with_collapses,
 )
 from study_statistics import Run, best_rate, is_stable
 
@@ -29,15 +30,15 @@ LAGS = (8, 32, 128)
 
 def headline(results: Results) -> str:
     """Every method at lag 32."""
-    sync = results.synchronous("reverse10", 3e-4, SEEDS)
-    rows = [["synchronous", spread(sync), collapsed(sync), spread(sync), collapsed(sync)]]
-    for arm in HEADLINE:
+    rows = []
+    for arm in ("sync", *HEADLINE):
         row = [ARMS[arm].title]
         for form in FORM_TITLES:
-            runs = results.of(cell("reverse10", arm, form, seed=seed) for seed in SEEDS)
-            row += [spread(runs), collapsed(runs)]
+            runs = _headline_runs(results, arm, form)
+            late = f"{statistics.median(run['accuracy_last3'] for run in runs):.2f}" if runs else "-"
+            row += [spread(runs), late, collapsed(runs)]
         rows.append(row)
-    header = ["method", *(h for title in FORM_TITLES.values() for h in (title, "collapsed"))]
+    header = ["method", *(h for title in FORM_TITLES.values() for h in (title, "last three", "collapsed"))]
     return told(results, SECTIONS["headline"](), table(header, rows))
 
 
@@ -47,9 +48,11 @@ def claims(results: Results) -> str:
     for left, right in (*CLAIMS, ("vcpo_proxy", "sync")):
         row = [f"{ARMS[left].title} minus {ARMS[right].title}"]
         for form in FORM_TITLES:
-            row.append(difference(_headline_runs(results, left, form), _headline_runs(results, right, form)))
+            mine, other = (_headline_runs(results, arm, form) for arm in (left, right))
+            row += [difference(mine, other), difference(mine, other, "accuracy_last3")]
         rows.append(row)
-    return told(results, SECTIONS["headline"](), table(["difference of final accuracy", *FORM_TITLES.values()], rows))
+    header = ["difference of accuracy", *(h for title in FORM_TITLES.values() for h in (title, "last three"))]
+    return told(results, SECTIONS["headline"](), table(header, rows))
 
 
 def _headline_runs(results: Results, arm: str, form: Form) -> list[Run]:
@@ -113,7 +116,9 @@ def best_rates(results: Results) -> str:
                 continue
             rate = best_rate(mine)
             ahead = "" if arm == "vcpo_proxy" else f"; {difference(vcpo[best_rate(vcpo)], mine[rate])}"
-            row.append(f"{statistics.median(r['accuracy'] for r in mine[rate]):.2f} at {rate_text(rate)}{ahead}")
+            fallen = sum(map(is_collapsed, mine[rate]))
+            note = f" ({fallen} fell)" if fallen else ""
+            row.append(f"{statistics.fmean(r['accuracy'] for r in mine[rate]):.2f} at {rate_text(rate)}{note}{ahead}")
         rows.append(row)
     return told(results, SECTIONS["rates"](), table(["method", *(name for name, _, _ in settings)], rows))
 
@@ -125,14 +130,12 @@ def tic_gmc(results: Results) -> str:
         for epsilon in (0.1, 0.2, 0.4):
             for arm in ("tic", "gmc"):
                 row = [rate_text(rate), f"{epsilon:g}", ARMS[arm].title]
-                for size in sizes:
-                    runs = _of_size(results, arm, rate, epsilon, size)
-                    fallen = sum(map(is_collapsed, runs))
-                    row.append(spread(runs) + (f", {fallen} fell" if fallen else ""))
+                row += [with_collapses(_of_size(results, arm, rate, epsilon, size)) for size in sizes]
                 rows.append(row)
         for arm in ("tic_ess", "gmc_ess"):
-            runs = _of_size(results, arm, rate, 0.2, 8)
-            rows.append([rate_text(rate), "0.2", ARMS[arm].title, "", spread(runs), "", ""])
+            rows.append(
+                [rate_text(rate), "0.2", ARMS[arm].title, "", with_collapses(_of_size(results, arm, rate, 0.2, 8)), "", ""]
+            )
     header = ["rate", "epsilon", "method", *(f"G = {size}" for size in sizes)]
     return told(results, SECTIONS["tic_gmc"](), table(header, rows))
 
@@ -149,7 +152,7 @@ def opob(results: Results) -> str:
         row = [ARMS[arm].title]
         for task, rate in settings:
             mine, proxy = (results.of(cell(task, name, "cold", rate, seed) for seed in SEEDS) for name in (arm, "vcpo_proxy"))
-            row += [spread(mine), "-" if arm == "vcpo_proxy" else difference(mine, proxy)]
+            row += [with_collapses(mine), "-" if arm == "vcpo_proxy" else difference(mine, proxy)]
         rows.append(row)
     header = [
         "method",

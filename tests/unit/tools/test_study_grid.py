@@ -83,6 +83,11 @@ def test_alignment_control_acts_by_the_thresholds_of_its_arm(
     assert (control.thresholds, control.observe_only) == (thresholds, thresholds is None)
 
 
+def test_alignment_control_that_is_calibrated_needs_thresholds() -> None:
+    with pytest.raises(ValueError, match=r"needs thresholds of reverse10/sync/sync/k0/0\.0003/G8/200, which has none"):
+        arguments_of(cell("reverse10", "gac", "cold", lag=8), "tiny-reverse10")
+
+
 def test_alignment_control_is_calibrated_by_the_synchronous_run_of_its_seed_and_rate() -> None:
     one = cell("reverse10", "gac", "cold", rate=1e-4, seed=201, lag=8)
     assert one.calibration.key == "reverse10/sync/sync/k0/0.0001/G8/201"

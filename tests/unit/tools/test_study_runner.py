@@ -1,19 +1,71 @@
 """The study's runner: what is done is not run again, and every line is whole."""
 
 import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import study
-from study_grid import SECTIONS, cell, cells_of
+from study_grid import SECTIONS, Cell, cell, cells_of
+from study_results import read_results
 
 
 def test_a_later_line_replaces_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "new" / "results.jsonl"
     for accuracy in (0.1, 0.2):
-        study.append(path, {"key": "a", "accuracy": accuracy})
-    assert study.load(path) == {"a": {"key": "a", "accuracy": 0.2}}
+        study.ResultsLog(path).append({"key": "a", "accuracy": accuracy})
+    assert read_results(path) == {"a": {"key": "a", "accuracy": 0.2}}
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_a_line_after_one_that_a_kill_has_cut_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"key": "a"', encoding="utf-8")
+    study.ResultsLog(path).append({"key": "b"})
+    assert read_results(path) == {"b": {"key": "b"}}
+
+
+def test_a_second_runner_is_refused(tmp_path: Path) -> None:
+    first = study.ResultsLog(tmp_path / "results.jsonl")
+    with pytest.raises(SystemExit, match="no other runner writes"):
+        study.ResultsLog(tmp_path / "results.jsonl")
+    first.append({"key": "a"})
+
+
+def test_a_results_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="must be a file that can be written"):
+        study.ResultsLog(tmp_path)
+
+
+CELLS = [cell("reverse10", arm, "cold") for arm in ("none", "ppo", "tis", "ess")]
+
+
+def end_of_ppo(one: Cell, *_: Any) -> dict[str, Any]:
+    """A run that ends its worker, among others that do not."""
+    if one.arm == "ppo":
+        os._exit(1)
+    return {"key": one.key, "accuracy": 0.5, "run_s": 0.1}
+
+
+def test_a_worker_that_dies_costs_its_own_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "make_pool", lambda workers: ProcessPoolExecutor(workers, multiprocessing.get_context("fork")))
+    monkeypatch.setattr(study, "work", end_of_ppo)
+    path = tmp_path / "results.jsonl"
+    study.Runner(path, tmp_path, workers=2, retry=False).run(CELLS)
+    lines = read_results(path)
+    assert set(lines) == {one.key for one in CELLS}
+    assert [key for key, line in lines.items() if "error" in line] == [CELLS[1].key]
+
+
+def test_a_calibrated_run_waits_for_the_run_that_calibrates_it(tmp_path: Path) -> None:
+    runner = study.Runner(tmp_path / "results.jsonl", tmp_path, workers=2, retry=False)
+    calibrated = cell("reverse10", "gac", "cold", lag=8)
+    assert runner._startable([calibrated, CELLS[0]], [calibrated.calibration]) == 1
+    assert runner._startable([calibrated], [calibrated.calibration]) is None
+    assert runner._startable([calibrated], [CELLS[0]]) == 0
 
 
 @pytest.mark.parametrize(
@@ -39,7 +91,17 @@ def test_the_status_counts_runs_of_every_section(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["run", "--workers", "0"], ["run", "--section", "nothing"], ["run", "--seeds", "7"], ["jump"]]
+    "arguments",
+    [
+        ["run", "--workers", "0"],
+        ["run", "--limit", "-1"],
+        ["run", "--limit", "0"],
+        ["run", "--quick", "--seeds", "200"],
+        ["run", "--section", "rates", "--seeds", "204"],
+        ["run", "--section", "nothing"],
+        ["run", "--seeds", "7"],
+        ["jump"],
+    ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as refusal:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import study_statistics as st
 
@@ -31,16 +32,25 @@ def test_the_warm_start_counts_as_the_best_so_far() -> None:
 
 
 def test_the_alarm_threshold_is_the_quantile_of_the_block_maxima_of_synchronous_runs() -> None:
-    runs = [{"max_grad_norm": [float(i) for i in range(51)]}, {"max_grad_norm": [float(i) for i in range(51, 101)]}]
+    runs = [run(HEALTHY, max_grad_norm=[float(i) for i in range(low, high)]) for low, high in ((0, 51), (51, 101))]
     assert st.alarm_threshold(runs, "max_grad_norm") == pytest.approx(99.0)  # 0 to 100: the 99th percentile is 99
 
 
 def test_the_threshold_of_the_kl_is_at_least_what_counts_as_healthy() -> None:
-    assert st.alarm_threshold([{"max_kl": [1e-9, 2e-9]}], "max_kl") == st.KL_HEALTHY
+    assert st.alarm_threshold([run(HEALTHY, max_kl=[1e-9, 2e-9])], "max_kl") == st.KL_HEALTHY
 
 
 def test_there_is_no_threshold_without_a_synchronous_run() -> None:
     assert st.alarm_threshold([], "max_grad_norm") is None
+
+
+def test_the_threshold_looks_at_a_synchronous_run_up_to_its_collapse() -> None:
+    fallen = run(FALLEN, max_grad_norm=[1.0, 1.0, 1.0, 1.0, 500.0, 500.0])  # it collapses at update 40
+    assert st.alarm_threshold([fallen], "max_grad_norm") == 1.0
+
+
+def test_blocks_in_a_row_give_an_alarm_with_the_last_of_them() -> None:
+    assert st.block_alarm([9.0, 9.0, 1.0, 9.0, 9.0, 9.0], 2.0, in_a_row=3) == 60
 
 
 def test_blocks_before_the_lag_give_no_alarm() -> None:
@@ -63,12 +73,24 @@ def test_the_window_is_of_the_first_hundred_lagged_updates() -> None:
     assert st.window(run(HEALTHY, min_ess=[float(i) for i in range(30)]), "min_ess", 100) == [float(i) for i in range(10, 20)]
 
 
-def test_the_area_is_one_where_every_positive_is_above_every_negative() -> None:
-    assert st.area_under_curve([2.0, 3.0, 1.0, 0.0], [True, True, False, False]) == 1.0
+def test_the_ranking_is_perfect_where_every_collapsing_run_is_above_every_other() -> None:
+    assert st.ranking_quality([[2.0], [3.0]], [[1.0], [0.0]]) == 1.0
 
 
-def test_the_area_needs_both_kinds() -> None:
-    assert st.area_under_curve([1.0, 2.0], [True, True]) is None
+def test_a_pair_is_looked_at_for_as_long_as_the_collapsing_run_lasts() -> None:
+    # 2 against the first block of the other, 1, and not against its peak, 5, which comes later
+    assert st.ranking_quality([[2.0]], [[1.0, 5.0]]) == 1.0
+
+
+def test_noise_ranks_like_chance_however_early_the_collapse() -> None:
+    draws = np.random.default_rng(0).random((400, 10))
+    fallen, standing = [list(row[:2]) for row in draws[:200]], [list(row) for row in draws[200:]]
+    found = st.ranking_quality(fallen, standing)
+    assert found is not None and abs(found - 0.5) < 0.08  # one standard error: sqrt((200 + 200 + 1) / (12 * 200 * 200)) = 0.029
+
+
+def test_the_ranking_needs_both_kinds() -> None:
+    assert st.ranking_quality([[1.0], [2.0]], []) is None
 
 
 def test_equal_differences_have_an_interval_of_one_point() -> None:
@@ -96,11 +118,12 @@ def test_a_rate_with_a_collapsed_run_is_not_stable() -> None:
     assert not st.is_stable([run(HEALTHY), run(HEALTHY), run(FALLEN)], 0.5)
 
 
-def test_the_best_rate_is_that_of_the_highest_median() -> None:
+def test_the_best_rate_is_that_of_the_highest_mean() -> None:
     def of(*accuracies: float) -> list[dict[str, Any]]:
         return [run([[0, 0.5], [20, a]]) for a in accuracies]
 
-    assert st.best_rate({1e-4: of(0.7, 0.8, 0.7), 3e-4: of(0.1, 0.9, 0.9), 6e-4: of(0.9, 0.1, 0.2)}) == 3e-4
+    # means 0.73, 0.63, 0.4: means are compared, and the median of the second, 0.9, hides its collapse
+    assert st.best_rate({1e-4: of(0.7, 0.8, 0.7), 3e-4: of(0.1, 0.9, 0.9), 6e-4: of(0.9, 0.1, 0.2)}) == 1e-4
 
 
 def test_what_follows_a_collapse_is_left_out_of_a_mean() -> None:

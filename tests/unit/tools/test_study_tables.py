@@ -24,6 +24,7 @@ def line_of(one: Cell, accuracy: float, curve: list[list[float]] | None = None) 
         "seed": one.seed,
         "commit": "abc",
         "accuracy": accuracy,
+        "accuracy_last3": accuracy - 0.01,
         "curve": curve or [[0, 0.5], [20, accuracy], [40, accuracy], [60, accuracy]],
         "warm": {"greedy": 0.5, "sampled": 0.1, "steps": 158},
         "ess_alarm": 12,
@@ -64,12 +65,22 @@ def test_the_headline_has_median_range_and_collapses(tmp_path: Path) -> None:
     ]
     text = results_table.headline(write(tmp_path / "results.jsonl", lines))
     assert text.startswith("*3 of 175 runs made so far*")
-    assert row(text, "no correction") == ["**0.20** (0.10-0.30)", "3/3", "-", "-"]
+    assert row(text, "no correction") == ["**0.20** (0.10-0.30)", "0.19", "3/3", "-", "-", "-"]
 
 
 def test_a_failed_run_is_no_result(tmp_path: Path) -> None:
     one = cell("reverse10", "none", "cold")
-    assert write(tmp_path / "results.jsonl", [{"key": one.key, "error": "ValueError: no"}]).of([one]) == []
+    results = write(tmp_path / "results.jsonl", [{"key": one.key, "error": "ValueError: no"}])
+    assert results.of([one]) == []
+    assert results.progress([one, cell("reverse10", "ppo", "cold")]) == "*not run yet (0 of 2 runs, 1 failed)*"
+
+
+def test_a_line_that_a_kill_has_cut_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = cell("reverse10", "none", "cold")
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(line_of(one, 0.1)) + '\n{"key": "reverse10/ppo', encoding="utf-8")
+    assert [run["accuracy"] for run in Results(path).of([one])] == [0.1]
+    assert "results.jsonl: line 2 is not whole" in capsys.readouterr().err
 
 
 def test_a_run_that_was_made_again_counts_by_its_last_line(tmp_path: Path) -> None:
@@ -97,8 +108,9 @@ def test_a_figure_is_shown_once_it_is_drawn(tmp_path: Path, monkeypatch: pytest.
     assert "*not drawn yet (`python tools/plot_study.py rates`)*" in document.read_text(encoding="utf-8")
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "rates.png").touch()
-    results_table.write(document, Results(tmp_path / "none.jsonl"))
-    shown = "<!-- figure:rates: What it shows -->\n\n![What it shows](study/rates.png)\n\n<!-- /figure -->\n"
+    results_table.write(document, write(tmp_path / "one.jsonl", [line_of(cell("reverse10", "none", "cold"), 0.5)]))
+    made_of = "*What it shows: `python tools/plot_study.py rates`; 1 runs, seeds 200, commits abc.*"
+    shown = f"<!-- figure:rates: What it shows -->\n\n![What it shows](study/rates.png)\n\n{made_of}\n\n<!-- /figure -->\n"
     assert document.read_text(encoding="utf-8") == shown
 
 
@@ -107,6 +119,55 @@ def test_a_mark_that_names_no_table_is_refused(tmp_path: Path) -> None:
     document.write_text("<!-- table:nothing -->\n<!-- /table -->\n", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"marks must name one of .*, got nothing"):
         results_table.write(document, Results(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- table:claims -->\nprose\n<!-- table:rates -->\n<!-- /table -->\n",
+        "<!-- table:claims -->\nprose\n",
+        "<!-- table:best-rates -->\n<!-- /table -->\n",
+        "<!-- figure:rates: x -->\nprose\n<!-- figure:gac: y -->\n<!-- /figure -->\n",
+    ],
+)
+def test_a_mark_without_its_end_is_refused_and_nothing_is_written(tmp_path: Path, text: str) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit, match="must be followed by its"):
+        results_table.write(document, Results(tmp_path / "none.jsonl"))
+    assert document.read_text(encoding="utf-8") == text
+
+
+def test_a_mark_that_names_no_figure_is_refused(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("<!-- figure:nothing: x -->\n<!-- /figure -->\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"marks must name one of .*, got nothing"):
+        results_table.write(document, Results(tmp_path / "none.jsonl"))
+
+
+def test_the_cells_of_every_figure_are_named() -> None:
+    assert {*results_table.FIGURE_CELLS, "bias"} == set(plot_study.FIGURES)
+    assert all(cells() for cells in results_table.FIGURE_CELLS.values())
+
+
+def test_figures_of_results_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "rates.png"
+    kept.touch()
+    monkeypatch.setattr("sys.argv", ["plot_study.py", "--results", str(tmp_path / "typo.jsonl"), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as refusal:
+        plot_study.main()
+    assert refusal.value.code == 2 and kept.exists()
+
+
+def test_the_pool_is_compared_at_the_time_of_the_shortest_run_of_a_seed(tmp_path: Path) -> None:
+    lines = []
+    for arm, seconds in (("fifo", [10.0, 20.0]), ("pace", [20.0, 40.0])):
+        one = cell("reverse4to16", arm, "async")
+        shared = {"generation_staleness": 1.0, "waiting_staleness": 1.0, "rejected_share": 0.0, "wall_s": seconds[-1]}
+        line = line_of(one, 0.9, [[0, 0.5], [20, 0.7], [40, 0.9]]) | shared | {"seconds": seconds, "tokens": [5, 10]}
+        lines.append(line | {"lengths": {"trained": 11.0, "dispatched": 10.0}})
+    text = results_table.pace(write(tmp_path / "results.jsonl", lines))
+    assert row(text, "PPO clip, PACE")[:2] == ["**0.70** (0.70-0.70)", "-0.20 [-0.20, -0.20]"]  # after 20 s: 0.7 against 0.9
 
 
 def test_the_page_of_the_study_has_a_mark_for_every_table() -> None:
