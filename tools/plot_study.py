@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import FormatStrFormatter, LogLocator
 from study_arms import ARMS, HEADLINE, MAIN, OPOB_ARMS, POOL_ARMS, RATE_ARMS, TASKS
 from study_drawing import ACCURACY, BLACK, BLUE, GREEN, LOOKS, ORANGE, PINK, RED, SKY, dots, draw_median, finish
 from study_grid import LAG, RAMP_START, RATES, SEEDS, Form, cell
@@ -78,11 +78,11 @@ def rates(results: Results, path: Path) -> bool:
                 xs, ys, fallen = zip(*points, strict=True)
                 axis.plot(xs, ys, linestyle=line, marker=marker, color=colour, label=ARMS[arm].title)
                 axis.plot(*circled(xs, ys, fallen), "o", markersize=12, markerfacecolor="none", color=colour)
-        axis.set(title=title, xlabel="learning rate", xscale="log", ylim=(-0.02, 1.02))
+        axis.set(title=title, xlabel="learning rate", xscale="log", xlim=(RATES[0] / 1.2, RATES[-1] * 1.2), ylim=(-0.02, 1.02))
         axis.set_xticks(RATES, [rate_text(rate) for rate in RATES])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].plot([], [], "o", markersize=12, markerfacecolor="none", color="grey", label="circled: a run of three collapsed")
+    axes[-1].plot([], [], "o", markersize=12, markerfacecolor="none", color="grey", label="circled: a run of three collapsed")
     axes[0].set_ylabel(f"median {ACCURACY}")
     finish(figure, axes, path)
     return shown > 0
@@ -112,7 +112,9 @@ def alarms(results: Results, path: Path) -> bool:
             xs = [peak(window(run, field, start_of(run))) for run in found]
             axis.plot(xs, [run["accuracy"] for run in found], marker, color=colour, alpha=0.5, markersize=5, label=name)
         axis.set(xlabel=f"{label} of the first 100 lagged\nupdates, or up to the collapse", xscale="log")
-        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].axvline(ESS_ALARM, color="grey", linestyle="--", linewidth=1, label=f"ESS alarm at {ESS_ALARM:g}")
     axes[0].set(ylabel=f"final {ACCURACY}", ylim=(-0.03, 1.03))

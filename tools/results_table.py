@@ -20,7 +20,7 @@ from study_arms import MAIN
 from study_grid import ROOT, SECTIONS, SEEDS, Cell
 from study_results import RESULTS, Results, read_lines
 from study_signal_tables import alarms, bias, gac_acting, gac_cosine, lagged_cells, pace, ranking
-from study_tables import best_rates, claims, effort, headline, opob, rates, tasks, tic_gmc, warm
+from study_tables import best_rates, claims, effort, headline, opob, rates, sparse, tasks, tic_gmc, warm
 
 FIGURES = RESULTS.parent
 DOCUMENTS = (ROOT / "docs" / "study.md", ROOT / "README.md")
@@ -45,6 +45,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
         warm,
         headline,
         claims,
+        sparse,
         rates,
         best_rates,
         alarms,

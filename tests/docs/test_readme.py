@@ -39,6 +39,15 @@ def test_every_file_that_a_page_links_to_exists(page: Path) -> None:
         assert (page.parent / target).is_file(), target
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_every_heading_that_a_page_links_to_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
+        linked = (page.parent / target).read_text(encoding="utf-8") if target else text
+        headings = re.findall(r"^#+ (.+)$", linked, flags=re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
+
+
 def test_every_tool_and_config_that_the_readme_names_exists() -> None:
     for path in re.findall(r"`?((?:tools|configs|docs)/[\w/.-]+\.(?:py|sh|yaml|md|png))", README):
         assert (ROOT / path).is_file(), path

@@ -41,6 +41,8 @@ def test_runs_of_different_methods_share_one_page(tmp_path: Path) -> None:
         (("empty",), "must be a folder with TensorBoard files, got 'empty'"),
         (("run", "run"), "more than once"),
         (("run", "--smooth", "0"), "--smooth must be at least 1"),
+        (("run", "--out", "nowhere/page.png"), "--out must be a file .png or .svg or .pdf in a folder that exists"),
+        (("run", "--out", "page.txt"), "--out must be a file"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_by_name(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
