@@ -36,7 +36,7 @@ def headline(results: Results, path: Path) -> bool:
         axes, forms, (f"lag {LAG} from the start", f"lag {LAG} from update {RAMP_START} on"), strict=True
     ):
         for arm in MAIN:
-            runs = results.of(cell("reverse10", arm, "sync" if arm == "sync" else form, seed=seed) for seed in SEEDS)
+            runs = results.of(cell("reverse10", arm, form, seed=seed) for seed in SEEDS)
             shown += len(runs)
             draw_median(axis, runs, arm)
         if form == "ramp":
@@ -66,10 +66,10 @@ def rates(results: Results, path: Path) -> bool:
     figure, axes = plt.subplots(1, 4, figsize=(14, 4.4), sharey=True)
     shown = 0
     for axis, (title, form, lag) in zip(axes, settings, strict=True):
-        for arm in ("sync", *RATE_ARMS):
+        for arm in RATE_ARMS:
             points = []
             for rate in RATES:
-                one = [cell("reverse10", arm, "sync" if arm == "sync" else form, rate, seed, lag) for seed in SEEDS[:3]]
+                one = [cell("reverse10", arm, form, rate, seed, lag) for seed in SEEDS[:3]]
                 if runs := results.of(one):
                     points.append((rate, statistics.median(run["accuracy"] for run in runs), any(map(is_collapsed, runs))))
             colour, line, marker = LOOKS[arm]
@@ -193,7 +193,7 @@ def opob(results: Results, path: Path) -> bool:
 def tasks(results: Results, path: Path) -> bool:
     """Final accuracies on all tasks."""
     groups = [
-        (setting.title, {arm: results.of(cell(task, arm, "cold", seed=seed) for seed in SEEDS) for arm in MAIN[1:]})
+        (setting.title, {arm: results.of(cell(task, arm, "cold", seed=seed) for seed in SEEDS) for arm in MAIN})
         for task, setting in TASKS.items()
     ]
     return dots(groups, {setting.title: results.synchronous(task, 3e-4, SEEDS) for task, setting in TASKS.items()}, path)

@@ -1,7 +1,7 @@
 """The study: stabilizers of asynchronous reinforcement learning side by side on tiny models (docs/study.md).
 
     python tools/study.py run                          # all sections, both cores, resumable; some hours
-    python tools/study.py run --quick                  # the headline in small: 14 runs, minutes
+    python tools/study.py run --quick                  # the headline in small: 16 runs, minutes
     python tools/study.py run --section headline --seeds 200 201 --limit 10
     python tools/study.py status                       # runs done, failed and left, by section
     python tools/study.py check                        # two runs that cannot come out otherwise; under three minutes

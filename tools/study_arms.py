@@ -63,6 +63,7 @@ RELEASED, BY_LENGTH = ("model.advantage.weighting=released",), ("model.advantage
 
 ARMS = {
     "sync": Arm("synchronous", "Reinforce"),
+    "sync_opob": Arm("synchronous, OPOB (logit proxy)", "Reinforce", "OPOB", PROXY),
     "none": Arm("no correction", "Reinforce"),
     "ppo": Arm("PPO clip 0.2 (GRPO)", "PPOClip"),
     "token_tis": Arm("token TIS, cap 2", "TokenTIS"),
@@ -104,13 +105,16 @@ ARMS = {
     "vcpo_pace": Arm("VCPO (proxy), PACE", "SequenceTIS", "OPOB", PROXY, ess_lr=True, sampler="PaceSampler"),
 }
 
-MAIN = ("sync", "none", "ppo", "tis", "vcpo_proxy", "vcpo_exact", "gmc_ess_opob")
+SYNCHRONOUS = ("sync", "sync_opob")
+"""Arms without any lag. The second tells what the baseline of VCPO does by itself."""
+MAIN = ("sync", "sync_opob", "none", "ppo", "tis", "vcpo_proxy", "vcpo_exact", "gmc_ess_opob")
 """Arms of `--quick`, of the other tasks, and of the first figure."""
 HEADLINE = (
+    *SYNCHRONOUS,
     *("none", "ppo", "token_tis", "tis", "ess", "opob_proxy", "vcpo_proxy", "vcpo_exact", "gspo", "gspo_wide", "cispo", "m2po"),
     *("decoupled", "icepop", "tic", "gmc", "gmc_ess_opob"),
 )
-RATE_ARMS = ("none", "ppo", "token_tis", "tis", "ess", "opob_proxy", "vcpo_proxy")
+RATE_ARMS = (*SYNCHRONOUS, "none", "ppo", "token_tis", "tis", "ess", "opob_proxy", "vcpo_proxy")
 OPOB_ARMS = (
     *("vcpo_proxy", "vcpo_exact", "vcpo_proxy_released", "vcpo_exact_released"),
     *("vcpo_proxy_length", "vcpo_exact_length"),

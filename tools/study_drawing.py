@@ -22,6 +22,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
 )
 LOOKS = {
     "sync": (BLACK, "--", "s"),
+    "sync_opob": (BLACK, ":", "d"),
     "none": (RED, ":", "x"),
     "ppo": (ORANGE, "-.", "^"),
     "token_tis": (YELLOW, (0, (3, 1, 1, 1, 1, 1)), "v"),

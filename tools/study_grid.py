@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from study_arms import ARMS, GAC_ARMS, HEADLINE, MAIN, OPOB_ARMS, POOL_ARMS, RATE_ARMS, TASKS
+from study_arms import ARMS, GAC_ARMS, HEADLINE, MAIN, OPOB_ARMS, POOL_ARMS, RATE_ARMS, SYNCHRONOUS, TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "experiment" / "study.yaml"
@@ -89,30 +89,35 @@ def cell(
     group_size: int = GROUP_SIZE,
     epsilon: float = EPSILON,
 ) -> Cell:
-    """A cell with what does not apply to it left out, so that equal runs have equal keys."""
+    """A cell with what does not apply to it left out, so that equal runs have equal keys. A synchronous arm has no lag."""
+    if arm in SYNCHRONOUS and form != "async":
+        form = "sync"
     no_lag = form in ("sync", "async")
     return Cell(task, arm, form, 0 if no_lag else lag, rate, seed, group_size, epsilon if ARMS[arm].has_epsilon else None)
+
+
+def unique(cells: Iterable[Cell]) -> list[Cell]:
+    """Each cell once, in order."""
+    return list({c.key: c for c in cells}.values())
 
 
 def headline() -> list[Cell]:
     """Every method at lag 32 and the rate 3e-4, both forms of the lag."""
     cells = []
     for seed in SEEDS:
-        cells.append(cell("reverse10", "sync", "sync", seed=seed))
         forms: tuple[Form, ...] = ("cold", "ramp")
         cells += [cell("reverse10", arm, form, seed=seed) for form in forms for arm in HEADLINE]
-    return cells
+    return unique(cells)
 
 
 def rates() -> list[Cell]:
     """How wide the range of rates is that a method survives, by lag."""
     cells = []
     for seed in SEEDS[:3]:
-        cells += [cell("reverse10", "sync", "sync", rate, seed) for rate in RATES]
         for lag in (32, 8, 128):
             cells += [cell("reverse10", arm, "cold", rate, seed, lag) for rate in RATES for arm in RATE_ARMS]
         cells += [cell("reverse10", arm, "ramp", rate, seed) for rate in RATES for arm in RATE_ARMS]
-    return cells
+    return unique(cells)
 
 
 def tic_gmc() -> list[Cell]:
@@ -152,12 +157,7 @@ def opob() -> list[Cell]:
 
 def tasks() -> list[Cell]:
     """The main methods on two other tasks."""
-    return [
-        cell(task, arm, "sync" if arm == "sync" else "cold", seed=seed)
-        for seed in SEEDS
-        for task in ("reverse4to16", "sort10")
-        for arm in MAIN
-    ]
+    return [cell(task, arm, "cold", seed=seed) for seed in SEEDS for task in ("reverse4to16", "sort10") for arm in MAIN]
 
 
 def pace() -> list[Cell]:
@@ -179,8 +179,7 @@ SECTIONS = {
 
 def cells_of(sections: Iterable[str], seeds: Sequence[int] | None = None) -> list[Cell]:
     """Cells of some sections, each once, in the order of the sections; of some seeds only if they are given."""
-    found = {c.key: c for name in sections for c in SECTIONS[name]() if seeds is None or c.seed in seeds}
-    return list(found.values())
+    return unique(c for name in sections for c in SECTIONS[name]() if seeds is None or c.seed in seeds)
 
 
 def quick() -> list[Cell]:

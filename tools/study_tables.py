@@ -23,6 +23,7 @@ from study_statistics import Run, best_rate, is_stable
 CLAIMS = (
     *(("vcpo_proxy", arm) for arm in ("none", "ppo", "token_tis", "tis", "ess", "opob_proxy", "vcpo_exact", "gmc_ess_opob")),
     ("gmc", "tic"),
+    *(("vcpo_proxy", "sync"), ("vcpo_proxy", "sync_opob"), ("sync_opob", "sync")),
 )
 """Pairs of methods whose difference has an interval, left minus right."""
 LAGS = (8, 32, 128)
@@ -36,7 +37,7 @@ def headline(results: Results) -> str:
 def headline_table(results: Results) -> str:
     """Both forms of the lag side by side."""
     rows = []
-    for arm in ("sync", *HEADLINE):
+    for arm in HEADLINE:
         row = [ARMS[arm].title]
         for form in FORM_TITLES:
             runs = _headline_runs(results, arm, form)
@@ -54,7 +55,7 @@ def sparse(results: Results) -> str:
 def claims(results: Results) -> str:
     """Paired differences at lag 32."""
     rows = []
-    for left, right in (*CLAIMS, ("vcpo_proxy", "sync")):
+    for left, right in CLAIMS:
         row = [f"{ARMS[left].title} minus {ARMS[right].title}"]
         for form in FORM_TITLES:
             mine, other = (_headline_runs(results, arm, form) for arm in (left, right))
@@ -65,14 +66,11 @@ def claims(results: Results) -> str:
 
 
 def _headline_runs(results: Results, arm: str, form: Form) -> list[Run]:
-    form = "sync" if arm == "sync" else form
     return results.of(cell("reverse10", arm, form, seed=seed) for seed in SEEDS)
 
 
 def rate_runs(results: Results, arm: str, form: Form, lag: int, rate: float) -> list[Run]:
-    """Runs of three seeds of a method at a lag and rate on `reverse10`; the lag does not matter to the synchronous one."""
-    if arm == "sync":
-        return results.synchronous("reverse10", rate, SEEDS[:3])
+    """Runs of three seeds of a method at a lag and rate on `reverse10`."""
     return results.of(cell("reverse10", arm, form, rate, seed, lag) for seed in SEEDS[:3])
 
 
@@ -85,7 +83,7 @@ def _rates_of(results: Results, form: Form, lag: int) -> str:
     at_sync = _by_rate(results, "sync", form, lag)
     reference = max((statistics.median(r["accuracy"] for r in runs) for runs in at_sync.values()), default=0.0)
     rows = []
-    for arm in ("sync", *RATE_ARMS):
+    for arm in RATE_ARMS:
         by_rate = _by_rate(results, arm, form, lag)
         row = [ARMS[arm].title]
         for rate in RATES:
@@ -116,7 +114,7 @@ def best_rates(results: Results) -> str:
         (f"lag {LAG} from 100 on", "ramp", LAG),
     ]
     rows = []
-    for arm in ("sync", *RATE_ARMS):
+    for arm in RATE_ARMS:
         row = [ARMS[arm].title]
         for _, form, lag in settings:
             mine, vcpo = (_by_rate(results, name, form, lag) for name in (arm, "vcpo_proxy"))
@@ -176,7 +174,7 @@ def tasks(results: Results) -> str:
     for arm in MAIN:
         row = [ARMS[arm].title]
         for task in TASKS:
-            runs = results.of(cell(task, arm, "sync" if arm == "sync" else "cold", seed=seed) for seed in SEEDS)
+            runs = results.of(cell(task, arm, "cold", seed=seed) for seed in SEEDS)
             row += [spread(runs), collapsed(runs)]
         rows.append(row)
     header = ["method", *(h for task in TASKS.values() for h in (task.title, "collapsed"))]

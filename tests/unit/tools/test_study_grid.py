@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from runs import build_command
-from study_arms import ARMS, HEADLINE
+from study_arms import ARMS, HEADLINE, SYNCHRONOUS
 from study_grid import MAX_RUNS, RESPONSES, SECTIONS, SEEDS, Cell, arguments_of, cell, cells_of, headline, quick
 
 from lit_asyncrl.callbacks import AsyncRollout, EssLrScale, GradientAlignmentControl
@@ -51,11 +51,13 @@ def test_a_cell_of_two_sections_is_run_once() -> None:
 def test_after_the_first_seed_every_method_of_the_headline_has_both_forms() -> None:
     first = headline()[: len(headline()) // len(SEEDS)]
     assert {c.seed for c in first} == {SEEDS[0]}
-    assert {(c.arm, c.form) for c in first} == {("sync", "sync")} | {(a, f) for a in HEADLINE for f in ("cold", "ramp")}
+    assert {(c.arm, c.form) for c in first} == {
+        (arm, "sync" if arm in SYNCHRONOUS else form) for arm in HEADLINE for form in ("cold", "ramp")
+    }
 
 
 def test_quick_is_two_seeds_of_the_main_methods() -> None:
-    assert len(quick()) == 14
+    assert len(quick()) == 16
 
 
 def test_the_batch_is_of_the_same_size_whatever_the_group() -> None:

@@ -64,7 +64,7 @@ def test_the_headline_has_median_range_and_collapses(tmp_path: Path) -> None:
         line_of(cell("reverse10", "none", "cold", seed=s), a, fallen) for s, a in zip(SEEDS[:3], (0.1, 0.3, 0.2), strict=True)
     ]
     text = results_table.headline(write(tmp_path / "results.jsonl", lines))
-    assert text.startswith("*3 of 175 runs made so far*")
+    assert text.startswith("*3 of 180 runs made so far*")
     assert row(text, "no correction") == ["**0.20** (0.10-0.30)", "0.19", "3/3", "-", "-", "-"]
 
 
