@@ -129,6 +129,7 @@ class Runner:
         while left:
             pool = make_pool(workers)
             running: dict[Future[dict[str, Any]], Cell] = {}
+            lost: list[Cell] = []
             try:
                 while left or running:
                     while len(running) < workers and (i := self._startable(left, running.values())) is not None:
@@ -136,11 +137,11 @@ class Runner:
                         running[pool.submit(work, *self._arguments(next_cell))] = next_cell
                     self._collect(running, len(left), later, workers)
             except BrokenProcessPool:
-                pool.shutdown()
-                self._run_lost(list(running.values()), workers, later)
+                lost = list(running.values())
             except KeyboardInterrupt:
                 os._exit(130)  # the workers end with this process
             pool.shutdown()
+            self._run_lost(lost, workers, later)
 
     def _run_lost(self, lost: Sequence[Cell], workers: int, later: int) -> None:
         """One of these runs has ended its worker, and with it the pool: each by itself tells which."""

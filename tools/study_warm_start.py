@@ -90,10 +90,10 @@ def make_warm_start(name: str, seed: int, folder: Path) -> None:
 
     task = task_of(name)
     for draw in range(DRAWS):
-        steps = search_steps(name, seed + draw * BETWEEN_DRAWS)
-        if steps is None:
+        found = search_steps(name, seed + draw * BETWEEN_DRAWS)
+        if found is None:
             continue
-        model, tokenizer = supervised(name, seed + draw * BETWEEN_DRAWS, steps)
+        steps, model, tokenizer = found
         greedy, sampled = (heldout_accuracy(model, task, tokenizer, num_prompts=FINAL_PROMPTS, sample=s) for s in (False, True))
         if sampled >= LEAST_SAMPLED:
             break
@@ -107,8 +107,8 @@ def make_warm_start(name: str, seed: int, folder: Path) -> None:
     (folder / "training.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")  # last: it says that all is there
 
 
-def search_steps(name: str, seed: int) -> int | None:
-    """The number of supervised steps from one draw that gives a greedy accuracy within `WANTED`; None if no trial does.
+def search_steps(name: str, seed: int) -> tuple[int, Any, Any] | None:
+    """Supervised steps from one draw that give a greedy accuracy within `WANTED`, model and tokenizer; None if no trial does.
 
     The same seed gives the same initial weights, and fewer steps are a beginning of more: accuracy rises with the steps but for
     noise, and bisection finds the place.
@@ -120,7 +120,7 @@ def search_steps(name: str, seed: int) -> int | None:
         model, tokenizer = supervised(name, seed, steps)
         greedy = heldout_accuracy(model, task_of(name), tokenizer, num_prompts=SEARCH_PROMPTS, sample=False)
         if WANTED[0] <= greedy <= WANTED[1]:
-            return steps
+            return steps, model, tokenizer
         if high - low <= 2:
             break
         if greedy < WANTED[0]:

@@ -114,9 +114,10 @@ def test_a_figure_is_shown_once_it_is_drawn(tmp_path: Path, monkeypatch: pytest.
     assert document.read_text(encoding="utf-8") == shown
 
 
-def test_a_mark_that_names_no_table_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["<!-- table:nothing -->\n<!-- /table -->\n", "<!-- figure:nothing: x -->\n<!-- /figure -->\n"])
+def test_a_mark_that_names_no_table_or_figure_is_refused(tmp_path: Path, text: str) -> None:
     document = tmp_path / "page.md"
-    document.write_text("<!-- table:nothing -->\n<!-- /table -->\n", encoding="utf-8")
+    document.write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit, match=r"marks must name one of .*, got nothing"):
         results_table.write(document, Results(tmp_path / "none.jsonl"))
 
@@ -136,13 +137,6 @@ def test_a_mark_without_its_end_is_refused_and_nothing_is_written(tmp_path: Path
     with pytest.raises(SystemExit, match="must be followed by its"):
         results_table.write(document, Results(tmp_path / "none.jsonl"))
     assert document.read_text(encoding="utf-8") == text
-
-
-def test_a_mark_that_names_no_figure_is_refused(tmp_path: Path) -> None:
-    document = tmp_path / "page.md"
-    document.write_text("<!-- figure:nothing: x -->\n<!-- /figure -->\n", encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"marks must name one of .*, got nothing"):
-        results_table.write(document, Results(tmp_path / "none.jsonl"))
 
 
 def test_the_cells_of_every_figure_are_named() -> None:
