@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator, ScalarEvent
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#000000", "#999933")
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -30,7 +30,10 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart: title with unit, the scalars it shows (regular expressions; the first that a run has), and its limits."""
+    """One chart: title with unit, the scalars it shows (regular expressions; the first that a run has), and its limits.
+
+    What a group of the expression matches, such as the name of a held-out set, is added to the title.
+    """
 
     title: str
     tags: tuple[str, ...]
@@ -39,7 +42,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("held-out accuracy", (r"val/.*/accuracy",), (-0.02, 1.02), smoothed=False),
+    Panel("held-out accuracy", (r"val/(.*)/accuracy",), (-0.02, 1.02), smoothed=False),
     Panel("mean reward of the batch", (r"reward/mean",)),
     Panel("ESS / trajectories", (r"weights/ess_ratio",), (-0.02, 1.02)),
     Panel("factor on the learning rate", (r"control/lr_scale",), (-0.02, 1.02)),
@@ -51,7 +54,7 @@ PANELS = (
 
 
 def read_curves(folder: str) -> dict[str, Curve]:
-    """Every scalar of a run's folder by tag.
+    """Every scalar of a run's folder by tag. What a run logged beyond the update from which it was resumed is left out.
 
     Raises:
         SystemExit: there is no TensorBoard file, or no scalar in it.
@@ -62,19 +65,23 @@ def read_curves(folder: str) -> dict[str, Curve]:
     events.Reload()
     curves = {}
     for tag in events.Tags()["scalars"]:
-        points = events.Scalars(tag)
+        points: list[ScalarEvent] = []
+        for point in events.Scalars(tag):
+            while points and points[-1].step >= point.step:
+                points.pop()
+            points.append(point)
         curves[tag] = np.array([p.step for p in points]), np.array([p.value for p in points])
     if not curves:
         raise SystemExit(f"RUN must hold scalars, got none in {folder!r}. Has the run made an update?")
     return curves
 
 
-def curve_of(curves: dict[str, Curve], panel: Panel) -> Curve | None:
-    """The run's curve for a panel; None if it logs nothing of the kind."""
+def curve_of(curves: dict[str, Curve], panel: Panel) -> tuple[Curve, str] | None:
+    """The run's curve for a panel and what its title adds; None if it logs nothing of the kind."""
     for pattern in panel.tags:
         for tag, curve in sorted(curves.items()):
-            if re.fullmatch(pattern, tag):
-                return curve
+            if found := re.fullmatch(pattern, tag):
+                return curve, " ".join(found.groups())
     return None
 
 
@@ -112,13 +119,13 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path, window: int) -> None:
     legend_height = 0.22 * (-(-len(runs) // columns) + 2)
     figure, axes = plt.subplots(4, 2, figsize=(11, 12 + legend_height), sharex=True)
     for axis, panel in zip(axes.flat, PANELS, strict=True):
-        shown = 0
+        shown = set[str]()
         for i, (name, curves) in enumerate(runs.items()):
-            curve = curve_of(curves, panel)
-            if curve is None:
+            found = curve_of(curves, panel)
+            if found is None:
                 continue
-            shown += 1
-            steps, values = curve
+            (steps, values), of = found
+            shown.add(of)
             if panel.smoothed:
                 values = smooth(values, window)
             style = STYLES[i // len(COLOURS) % len(STYLES)]
@@ -131,7 +138,7 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path, window: int) -> None:
                 label=name,
                 marker="." if len(steps) == 1 or not panel.smoothed else "",
             )
-        axis.set_title(panel.title, fontsize=11)
+        axis.set_title(", ".join([panel.title, *sorted(shown - {""})]), fontsize=11)
         axis.set_ylim(*panel.limits) if shown else axis.text(0.5, 0.5, "not logged", ha="center", transform=axis.transAxes)
         axis.grid(alpha=0.3)
     for axis in axes[-1]:

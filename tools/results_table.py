@@ -6,7 +6,7 @@
 
 A mark is `<!-- table:NAME -->`, its end `<!-- /table -->`. A table whose runs are not all made says how many are.
 Likewise for the figures of `plot_study.py`: `<!-- figure:NAME: what it shows -->` and `<!-- /figure -->`; one that is not drawn
-says so.
+says so. Needs `pip install 'lit-asyncrl[plot]'`.
 """
 
 from __future__ import annotations
@@ -16,28 +16,17 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from study_arms import MAIN
-from study_grid import ROOT, SECTIONS, SEEDS, Cell
-from study_results import RESULTS, Results, read_lines
-from study_signal_tables import alarms, bias, gac_acting, gac_cosine, lagged_cells, pace, ranking
+from PIL import Image
+from plot_study import FIGURES
+from study_grid import ROOT
+from study_results import RESULTS, Results
+from study_signal_tables import alarms, bias, gac_acting, gac_cosine, pace, ranking
 from study_tables import best_rates, claims, effort, headline, opob, rates, sparse, tasks, tic_gmc, warm
 
-FIGURES = RESULTS.parent
+FOLDER = RESULTS.parent
 DOCUMENTS = (ROOT / "docs" / "study.md", ROOT / "README.md")
 FIGURE = re.compile(r"(<!-- figure:(\w+): ([^\n]*?) -->\n)(?:(?!<!-- figure:).)*?(<!-- /figure -->)", flags=re.DOTALL)
 MARK = re.compile(r"(<!-- table:(\w+) -->\n)(?:(?!<!-- table:).)*?(<!-- /table -->)", flags=re.DOTALL)
-FIGURE_CELLS: dict[str, Callable[[], list[Cell]]] = {
-    "headline": lambda: [c for c in SECTIONS["headline"]() if c.arm in MAIN],
-    "methods": SECTIONS["headline"],
-    "rates": SECTIONS["rates"],
-    "alarms": lagged_cells,
-    "gac": lambda: [c for c in SECTIONS["gac"]() if c.arm in ("sync", "none", "ppo", "tis")],
-    "tic_gmc": lambda: [c for c in SECTIONS["tic_gmc"]() if c.arm in ("tic", "gmc")],
-    "opob": SECTIONS["opob"],
-    "tasks": lambda: [*SECTIONS["tasks"](), *(c for c in SECTIONS["headline"]() if c.arm in MAIN and c.form != "ramp")],
-    "pace": SECTIONS["pace"],
-}
-"""What each figure of `plot_study.py` shows; `bias`, which is of no run, is left out."""
 TABLES: dict[str, Callable[[Results], str]] = {
     f.__name__: f
     for f in (
@@ -61,22 +50,14 @@ TABLES: dict[str, Callable[[Results], str]] = {
 }
 
 
-def figure(results: Results, document: Path, name: str, shows: str) -> str:
-    """The Markdown of a figure, if it is drawn, and what it is made of."""
-    path, command = FIGURES / f"{name}.png", f"`python tools/plot_study.py {name}`"
+def figure(document: Path, name: str, shows: str) -> str:
+    """The Markdown of a figure, if it is drawn, and what it is made of, as the file says itself."""
+    path, command = FOLDER / f"{name}.png", f"`python tools/plot_study.py {name}`"
     if not path.is_file():
         return f"*not drawn yet ({command})*"
-    return f"![{shows}]({path.relative_to(document.parent).as_posix()})\n\n*{shows}: {command}; {source(results, name)}.*"
-
-
-def source(results: Results, name: str) -> str:
-    """Number, seeds and commits of the runs of a figure."""
-    if name == "bias":
-        lines = read_lines(results.path.with_name("bias.jsonl"))
-        return f"seed {SEEDS[0]}, commit {' '.join(sorted({line['commit'] for line in lines}))}"
-    runs = results.of(FIGURE_CELLS[name]())
-    seeds, commits = (sorted({run[field] for run in runs}) for field in ("seed", "commit"))
-    return f"{len(runs)} runs, seeds {' '.join(map(str, seeds))}, commits {' '.join(commits)}"
+    with Image.open(path) as image:
+        made_of = image.info["Description"]
+    return f"![{shows}]({path.relative_to(document.parent).as_posix()})\n\n*{shows}: {command}; {made_of}.*"
 
 
 def write(document: Path, results: Results) -> int:
@@ -89,12 +70,11 @@ def write(document: Path, results: Results) -> int:
     for kind, mark in (("table", MARK), ("figure", FIGURE)):
         if not len(mark.findall(text)) == text.count(f"<!-- {kind}:") == text.count(f"<!-- /{kind} -->"):
             raise SystemExit(f"{document.name}: each `<!-- {kind}:NAME ... -->` must be followed by its `<!-- /{kind} -->`.")
-    if unknown := [name for _, name, _, _ in FIGURE.findall(text) if name not in (*FIGURE_CELLS, "bias")]:
-        raise SystemExit(f"{document.name}: marks must name one of {', '.join(FIGURE_CELLS)} or bias, got {', '.join(unknown)}.")
-    if unknown := [name for _, name, _ in MARK.findall(text) if name not in TABLES]:
-        raise SystemExit(f"{document.name}: marks must name one of {', '.join(TABLES)}, got {', '.join(unknown)}.")
+    for mark, known in ((MARK, TABLES), (FIGURE, FIGURES)):
+        if unknown := [found[1] for found in mark.findall(text) if found[1] not in known]:
+            raise SystemExit(f"{document.name}: marks must name one of {', '.join(known)}, got {', '.join(unknown)}.")
     new, number = MARK.subn(lambda found: f"{found[1]}\n{TABLES[found[2]](results)}\n\n{found[3]}", text)
-    new = FIGURE.sub(lambda found: f"{found[1]}\n{figure(results, document, found[2], found[3])}\n\n{found[4]}", new)
+    new = FIGURE.sub(lambda found: f"{found[1]}\n{figure(document, found[2], found[3])}\n\n{found[4]}", new)
     if new != text:
         document.write_text(new, encoding="utf-8")
     return number

@@ -109,8 +109,8 @@ def measure_all(cache: Path, out: Path) -> None:
             results = measure(pair, fresh, size, BATCHES)
             with out.open("a", encoding="utf-8") as file:
                 for name, result in results.items():
-                    line = {"updates": updates, "group_size": size, "method": name, "commit": commit(), **result}
-                    file.write(json.dumps(line) + "\n")
+                    line = {"key": f"{TASK}/{updates}/G{size}/{name}", "updates": updates, "group_size": size, "method": name}
+                    file.write(json.dumps(line | {"seed": SEED, "commit": commit(), **result}) + "\n")
             print(f"{updates} updates apart, groups of {size}: measured", flush=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -15,7 +14,10 @@ from study_statistics import Run
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
+Drawn = tuple[Figure, Sequence[Run]]
+"""A figure and the runs, or lines of another results file, that it shows; an empty one has none."""
 ACCURACY = "greedy accuracy on held-out prompts"
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
     *("#000000", "#E69F00", "#56B4E9", "#009E73", "#B8A800", "#0072B2", "#D55E00", "#CC79A7"),
@@ -55,19 +57,18 @@ def draw_median(axis: Any, runs: Sequence[Run], arm: str) -> None:
     axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.10, linewidth=0)
 
 
-def finish(figure: Any, axes: Any, path: Path, columns: int = 4) -> None:
-    """One legend below all panels, and the file."""
+def finish(figure: Figure, axes: Any, columns: int = 4) -> Figure:
+    """One legend below all panels."""
     handles = {label: handle for axis in np.ravel(axes) for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     rows = -(-len(handles) // columns)
     bottom = 0.24 * rows / figure.get_figheight() + 0.01
     if handles:
         figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=columns, fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, bottom if handles else 0, 1, 1))
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    return figure
 
 
-def dots(groups: Sequence[tuple[str, dict[str, list[Run]]]], references: dict[str, list[Run]], path: Path) -> bool:
+def dots(groups: Sequence[tuple[str, dict[str, list[Run]]]], references: dict[str, list[Run]]) -> Drawn:
     """One panel a group, one row a method: each run a dot, their median a bar, the synchronous median a line."""
     rows = len(groups[0][1])
     figure, axes = plt.subplots(1, len(groups), figsize=(4.2 * len(groups) + 2.2, 0.32 * rows + 1.6), sharey=True, squeeze=False)
@@ -88,5 +89,5 @@ def dots(groups: Sequence[tuple[str, dict[str, list[Run]]]], references: dict[st
         axis.grid(axis="x", alpha=0.3)
     axes[0, 0].set_yticks(range(rows), [ARMS[arm].title for arm in groups[0][1]])
     axes[0, 0].set_ylim(rows - 0.4, -0.6)
-    finish(figure, axes, path)
-    return any(runs for _, by_arm in groups for runs in by_arm.values())
+    shown = [run for _, by_arm in groups for runs in by_arm.values() for run in runs]
+    return finish(figure, axes), shown + [run for runs in references.values() for run in runs]

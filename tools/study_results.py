@@ -111,10 +111,15 @@ def spread(runs: Sequence[Run], field: str = "accuracy", digits: int = 2) -> str
     return f"**{statistics.median(values):.{digits}f}** ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
+def fell(runs: Sequence[Run]) -> str:
+    """How many collapsed, to follow a number; empty if none did."""
+    fallen = sum(map(is_collapsed, runs))
+    return f", {fallen} fell" if fallen else ""
+
+
 def with_collapses(runs: Sequence[Run]) -> str:
     """`spread` of the accuracy, and how many collapsed, if any did."""
-    fallen = sum(map(is_collapsed, runs))
-    return spread(runs) + (f", {fallen} fell" if fallen else "")
+    return spread(runs) + fell(runs)
 
 
 def collapsed(runs: Sequence[Run]) -> str:

@@ -11,7 +11,7 @@ from study_results import (
     Results,
     collapsed,
     difference,
-    is_collapsed,
+    fell,
     rate_text,
     spread,
     table,
@@ -87,12 +87,7 @@ def _rates_of(results: Results, form: Form, lag: int) -> str:
         row = [ARMS[arm].title]
         for rate in RATES:
             runs = by_rate.get(rate, [])
-            fallen = sum(map(is_collapsed, runs))
-            row.append(
-                "-"
-                if not runs
-                else f"{statistics.median(r['accuracy'] for r in runs):.2f}" + (f" ({fallen} fell)" if fallen else "")
-            )
+            row.append(f"{statistics.median(r['accuracy'] for r in runs):.2f}{fell(runs)}" if runs else "-")
         stable = [rate for rate in RATES if rate in by_rate and is_stable(by_rate[rate], reference)]
         row.append(" ".join(map(rate_text, stable)) or ("none" if by_rate else "-"))
         rows.append(row)
@@ -122,9 +117,8 @@ def best_rates(results: Results) -> str:
                 continue
             rate = best_rate(mine)
             ahead = "" if arm == "vcpo_proxy" else f"; {difference(vcpo[best_rate(vcpo)], mine[rate])}"
-            fallen = sum(map(is_collapsed, mine[rate]))
-            note = f" ({fallen} fell)" if fallen else ""
-            row.append(f"{statistics.fmean(r['accuracy'] for r in mine[rate]):.2f} at {rate_text(rate)}{note}{ahead}")
+            mean = statistics.fmean(r["accuracy"] for r in mine[rate])
+            row.append(f"{mean:.2f} at {rate_text(rate)}{fell(mine[rate])}{ahead}")
         rows.append(row)
     return told(results, SECTIONS["rates"](), table(["method", *(name for name, _, _ in settings)], rows))
 

@@ -7,7 +7,8 @@ from typing import Any
 import plot_study
 import pytest
 import results_table
-from study_grid import SEEDS, Cell, cell, headline
+from matplotlib import pyplot
+from study_grid import SECTIONS, SEEDS, Cell, cell, headline
 from study_results import Results, difference, rate_text, spread
 
 
@@ -103,15 +104,47 @@ def test_marks_are_replaced_and_the_rest_stays(tmp_path: Path) -> None:
 def test_a_figure_is_shown_once_it_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = tmp_path / "page.md"
     document.write_text("<!-- figure:rates: What it shows -->\n<!-- /figure -->\n", encoding="utf-8")
-    monkeypatch.setattr(results_table, "FIGURES", tmp_path / "study")
+    monkeypatch.setattr(results_table, "FOLDER", tmp_path / "study")
     results_table.write(document, Results(tmp_path / "none.jsonl"))
     assert "*not drawn yet (`python tools/plot_study.py rates`)*" in document.read_text(encoding="utf-8")
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "rates.png").touch()
-    results_table.write(document, write(tmp_path / "one.jsonl", [line_of(cell("reverse10", "none", "cold"), 0.5)]))
+    results = write(tmp_path / "one.jsonl", [line_of(cell("reverse10", "none", "cold"), 0.5)])
+    arguments = ["plot_study.py", "rates", "--results", str(results.path), "--out", str(tmp_path / "study")]
+    monkeypatch.setattr("sys.argv", arguments)
+    plot_study.main()
+    results_table.write(document, results)
     made_of = "*What it shows: `python tools/plot_study.py rates`; 1 runs, seeds 200, commits abc.*"
     shown = f"<!-- figure:rates: What it shows -->\n\n![What it shows](study/rates.png)\n\n{made_of}\n\n<!-- /figure -->\n"
     assert document.read_text(encoding="utf-8") == shown
+
+
+@pytest.mark.parametrize("name", sorted(set(plot_study.FIGURES) - {"bias"}))
+def test_every_figure_tells_the_runs_it_shows(tmp_path: Path, name: str) -> None:
+    empty, shown = plot_study.FIGURES[name](Results(tmp_path / "none.jsonl"))
+    assert not shown
+    cells = SECTIONS["headline" if name in ("methods", "alarms") else name]()
+    extra = {"seconds": [1.0, 2.0, 3.0], "tokens": [5, 10, 15]}
+    results = write(tmp_path / "results.jsonl", [line_of(one, 0.8) | extra for one in cells])
+    drawn, shown = plot_study.FIGURES[name](results)
+    assert drawn.axes and {run["key"] for run in shown} <= {one.key for one in cells}
+    assert len({run["key"] for run in shown}) > 20
+    for figure in (empty, drawn):
+        pyplot.close(figure)
+
+
+def test_the_figure_of_the_bias_tells_its_measurements(tmp_path: Path) -> None:
+    empty, shown = plot_study.bias(Results(tmp_path / "results.jsonl"))
+    assert not shown
+    pyplot.close(empty)
+    lines = [
+        {"key": f"{u}/{g}", "updates": u, "group_size": g, "method": "TIC", "seed": 200, "commit": "abc", "paired_bias": 0.1}
+        for u in (4, 16)
+        for g in (8, 4)
+    ]
+    write(tmp_path / "bias.jsonl", lines)
+    drawn, shown = plot_study.bias(Results(tmp_path / "results.jsonl"))
+    assert len(drawn.axes) == 2 and list(drawn.axes[0].lines[0].get_xdata()) == [4, 8]
+    assert plot_study.made_of(shown, "measurements") == "4 measurements, seeds 200, commits abc"
+    pyplot.close(drawn)
 
 
 @pytest.mark.parametrize("text", ["<!-- table:nothing -->\n<!-- /table -->\n", "<!-- figure:nothing: x -->\n<!-- /figure -->\n"])
@@ -137,11 +170,6 @@ def test_a_mark_without_its_end_is_refused_and_nothing_is_written(tmp_path: Path
     with pytest.raises(SystemExit, match="must be followed by its"):
         results_table.write(document, Results(tmp_path / "none.jsonl"))
     assert document.read_text(encoding="utf-8") == text
-
-
-def test_the_cells_of_every_figure_are_named() -> None:
-    assert {*results_table.FIGURE_CELLS, "bias"} == set(plot_study.FIGURES)
-    assert all(cells() for cells in results_table.FIGURE_CELLS.values())
 
 
 def test_figures_of_results_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
