@@ -332,6 +332,8 @@ class PolicyModule(LightningModule):
             metrics = self._evaluation(batch).metrics
         except StopRequested:
             self.trainer.should_stop = True
+            if area == "val" and self.trainer.state.fn == "fit":  # until the loop goes back to training
+                self.trainer.sanity_checking = True  # callbacks that watch a metric must not look for this one
             return
         self.log_dict(
             {f"{area}/{batch.name}/{key}": value for key, value in metrics.items()}, add_dataloader_idx=False, batch_size=1

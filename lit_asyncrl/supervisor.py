@@ -55,7 +55,7 @@ class Supervisor:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come while its own thread holds it
         self._failure: BaseException | None = None
         self._culprit: str | None = None
         self._stop_reason: str | None = None

@@ -203,8 +203,14 @@ class AsyncRollout(Callback):
         except StopRequested:
             trainer.should_stop = True
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let callbacks that watch a metric pass over an epoch that was broken off: it may have none."""
+        if self.supervisor.stop_reason is not None:
+            trainer.sanity_checking = True  # until `on_train_end`
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop producing, evaluate the result (not after a signal), and save what was learnt since the last checkpoint."""
+        trainer.training = True
         self._spent = self.spent()
         self.data.pool.close_admission()
         if self.evaluate_last and self.supervisor.stop_reason is None:

@@ -102,7 +102,7 @@ class CollapseGuard(StepRateCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the accuracies of evaluations during training."""
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             for key, value in trainer.callback_metrics.items():
                 if key.startswith("val/") and key.endswith("/accuracy"):
                     self._see(key, float(value))

@@ -18,12 +18,12 @@ import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from policies import save_policy
 from runs import inline_rollout, make_data, make_module, make_trainer
 
 import lit_asyncrl
-from lit_asyncrl.callbacks import AsyncRollout
+from lit_asyncrl.callbacks import AsyncRollout, RunReport
 from lit_asyncrl.callbacks.signals import SignalHandlers
 from lit_asyncrl.cli import main
 from lit_asyncrl.errors import EngineError, StopRequested
@@ -101,6 +101,43 @@ def test_a_signal_in_any_window_saves_what_was_learnt(policy, tmp_path, hook, nu
     assert saved["lit_asyncrl"]["policy_version"] == module.policy_version
     assert signal.getsignal(number) == before
     assert not any("rollout" in t.name for t in threading.enumerate())
+
+
+@pytest.mark.parametrize("schedule", [{"val_check_interval": 3}, {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_start"])
+@pytest.mark.parametrize(
+    "watcher",
+    [
+        lambda folder: ModelCheckpoint(dirpath=folder, monitor="val/heldout/accuracy", mode="max", filename="best"),
+        lambda folder: EarlyStopping("val/heldout/accuracy", mode="max"),
+    ],
+    ids=["ModelCheckpoint", "EarlyStopping"],
+)
+def test_a_signal_before_the_first_evaluation_ends_is_no_fault_to_callbacks_that_watch_it(
+    policy, tmp_path, watcher, hook, schedule
+):
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1000, save_last=True)
+    callbacks = [inline_rollout(), SignalAt(hook, signal.SIGTERM), watcher(tmp_path), saver]
+    module, data = make_module(policy), make_data(updates_per_epoch=3)
+    arguments = {"max_steps": 6, "enable_checkpointing": True, "limit_val_batches": 1.0} | schedule
+    make_trainer(tmp_path, callbacks, **arguments).fit(module, data)
+    assert data.supervisor.stop_reason == "SIGTERM"
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["lit_asyncrl"]["policy_version"] == module.policy_version < 6
+    assert not (tmp_path / "best.ckpt").exists()
+
+
+def test_an_evaluation_that_was_broken_off_is_not_in_the_summary(policy, tmp_path):
+    report = RunReport()
+
+    class Late(SignalAt):
+        def send(self, trainer, *arguments, **_kwargs):
+            if trainer.global_step >= 2:
+                super().send(trainer)
+
+    _run(policy, tmp_path, Late("on_validation_start", signal.SIGTERM), report)
+    assert [evaluation["policy_version"] for evaluation in report.summary["evaluations"]] == [1]
+    assert report.summary["policy_version"] == 2
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])

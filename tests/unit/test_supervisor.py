@@ -54,6 +54,19 @@ def test_a_fault_is_noted_once_with_the_part_that_failed():
     assert caught.value.__notes__ == ["Raised in lit-asyncrl's rollout collector."]
 
 
+def test_a_stop_request_of_a_signal_that_lands_while_its_thread_holds_the_lock():
+    supervisor, ended = Supervisor(), threading.Event()
+
+    def interrupted() -> None:
+        with supervisor._lock:
+            supervisor.request_stop("SIGTERM")
+        ended.set()
+
+    threading.Thread(target=interrupted, daemon=True).start()
+    assert ended.wait(10.0)
+    assert supervisor.stop_reason == "SIGTERM"
+
+
 def test_a_fault_wins_over_a_stop_request():
     supervisor = _failed_supervisor()
     supervisor.request_stop("SIGTERM")
