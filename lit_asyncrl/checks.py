@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.interfaces import Task
 from lit_asyncrl.pool.admission import admission_limit
 from lit_asyncrl.tasks.mixture import leaf_tasks
-from lit_asyncrl.tasks.prompt_source import check_prompt_length, tokenize_prompt
+from lit_asyncrl.tasks.prompt_source import DEFAULT_MAX_TRIES, check_prompt_length, tokenize_prompt
 from lit_asyncrl.types import Example
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ PROCEDURAL_CHECKED_PROMPTS = 256
 
 
 def check_data(data: RolloutDataModule) -> None:
-    """Refuse settings that are out of range or contradict each other, all in one message.
+    """Refuse settings that are out of range or contradict each other, all in one message; warn of those without effect.
 
     Raises:
         ConfigurationError: naming keys, values and remedies.
@@ -60,6 +61,17 @@ def check_data(data: RolloutDataModule) -> None:
         raise ConfigurationError(" ".join(problems))
     for name, heldout in data.evaluation.items():
         heldout.check(name)
+    if data.capacity_groups is not None and data.max_policy_age is not None:
+        warnings.warn(
+            f"data.capacity_groups {data.capacity_groups} is ignored: data.max_policy_age {data.max_policy_age} bounds the "
+            "pool. Set data.max_policy_age: null to use it.",
+            stacklevel=3,
+        )
+    if data.max_tries != DEFAULT_MAX_TRIES and data.refill != "same_prompt":
+        warnings.warn(
+            f"data.max_tries {data.max_tries} is ignored: no prompt is sent again. Set data.refill: same_prompt to use it.",
+            stacklevel=3,
+        )
 
 
 def collect_tasks(roots: Iterable[Task]) -> dict[str, Task]:

@@ -32,9 +32,10 @@ from lit_asyncrl.pool.pace import PaceSampler
 from lit_asyncrl.pool.pool import TrajectoryPool
 from lit_asyncrl.pool.records import TakenGroup
 from lit_asyncrl.pool.sampler import StalenessSampler
+from lit_asyncrl.seeds import derive_seed
 from lit_asyncrl.supervisor import Supervisor
 from lit_asyncrl.tasks.digits import ReverseDigits
-from lit_asyncrl.tasks.prompt_source import PromptSource, Refill, derive_seed
+from lit_asyncrl.tasks.prompt_source import DEFAULT_MAX_TRIES, PromptSource, Refill
 from lit_asyncrl.tasks.runner import RewardRunner
 from lit_asyncrl.types import Completion, Prompt, SamplingParams, TrainBatch, TrajectoryGroup
 from lit_asyncrl.waits import Countdown
@@ -92,7 +93,7 @@ class RolloutDataModule(LightningDataModule):
         truncated: Truncated = "train",
         zero_variance: ZeroVariance = "keep",
         refill: Refill = "new_prompt",
-        max_tries: int = 3,
+        max_tries: int = DEFAULT_MAX_TRIES,
         updates_per_epoch: int = 100,
         evaluation: dict[str, EvaluationSet] | None = None,
         reward_timeout_s: float = 10.0,
@@ -181,6 +182,8 @@ class RolloutDataModule(LightningDataModule):
             check_files(self.trainer)
         publish_lag = lag_of(self.trainer)
         self.prepare(module, publish_lag)
+        for task in self.tasks.values():
+            task.start()
         if self.save_rollouts is not None:
             Path(self.save_rollouts).mkdir(parents=True, exist_ok=True)
         self.run_seed = self.seed if self.seed is not None else _global_seed()

@@ -42,6 +42,9 @@ class RewardFn(ABC):
         In a run, `completion` is a `Response`, which also has its `num_tokens`.
         """
 
+    def start(self) -> None:
+        """Start what the reward needs (processes), so that the first response does not wait for it. Called before a run."""
+
     def close(self) -> None:
         """Release what the reward holds (processes, files). Called once when the run ends."""
 
@@ -81,6 +84,11 @@ class Task(ABC):
 
     def setup(self) -> None:
         """Read and check files; called once before anything starts. Raises `DataError` naming file and line."""
+
+    def start(self) -> None:
+        """Start what the rewards need; called before a run, after `setup`."""
+        for reward in self.rewards:
+            reward.start()
 
     def close(self) -> None:
         """Release the rewards' resources."""

@@ -151,6 +151,10 @@ class Response(str):
         response.num_tokens = num_tokens
         return response
 
+    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
+        """For pickle."""
+        return str(self), self.num_tokens
+
 
 @dataclass(slots=True)
 class TrajectoryGroup:

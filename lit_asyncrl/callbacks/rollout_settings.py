@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer
@@ -18,7 +19,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "64-true")
 
 
 def check_arguments(rollout: AsyncRollout) -> None:
-    """Refuse arguments that are out of range, all in one message.
+    """Refuse arguments that are out of range, all in one message; warn of one without effect.
 
     Raises:
         ConfigurationError: naming keys and values.
@@ -38,6 +39,11 @@ def check_arguments(rollout: AsyncRollout) -> None:
             wrong[key] = "above 0 nats" if key == "probe_tolerance" else "above 0 seconds"
     if wrong:
         raise ConfigurationError(" ".join(f"AsyncRollout.{k} must be {wrong[k]}, got {values[k]}." for k in values if k in wrong))
+    if rollout.publish_lag_start and not rollout.publish_lag:
+        warnings.warn(
+            f"AsyncRollout.publish_lag_start {rollout.publish_lag_start} is ignored: there is no lag to begin. Set publish_lag.",
+            stacklevel=3,
+        )
 
 
 def check_settings(rollout: AsyncRollout, trainer: Trainer, module: PolicyModule, data: RolloutDataModule) -> None:

@@ -44,7 +44,7 @@ def sample_seed(prompt: Prompt, index: int) -> int:
 class _PendingGroup:
     """A group outside the pool: its finished members, and of the others what a resumed run had sampled before it."""
 
-    __slots__ = ("completions", "newest_version", "partials", "prompt", "tokens")
+    __slots__ = ("completed_version", "completions", "newest_version", "partials", "prompt", "tokens")
 
     def __init__(self, prompt: Prompt, group_size: int, carried: Iterable[Completion] = ()) -> None:
         self.prompt = prompt
@@ -56,6 +56,7 @@ class _PendingGroup:
                 self.partials[index] = completion
             else:
                 self.completions[index] = completion
+        self.completed_version = -1  # served when the last member finished: time that rewards take counts as waiting
         self.tokens = sum(len(c.token_ids) for c in carried)  # that the ledger knows of
         self.newest_version = max((v for c in carried for v in c.token_versions), default=-1)
 
@@ -287,6 +288,7 @@ class RolloutWorker:
         tokens = pending.tokens or None
         self._sink.record(pending.prompt.group_id, "scoring" if complete else "in_flight", tokens=tokens)
         if complete:
+            pending.completed_version = self._served_version()
             self._complete.append(pending)
             self._lock.notify_all()
 
@@ -370,7 +372,7 @@ class RolloutWorker:
             completions,
             components,
             task,
-            completed_version=self._served_version(),
+            completed_version=pending.completed_version,
             mask_truncated=self._config.truncated == "mask",
         )
         if self._config.zero_variance == "drop" and bool((group.rewards == group.rewards[0]).all()):

@@ -26,7 +26,7 @@ class VLLMEngine(VLLMEngineBase):
     * `in_flight: keep` -- it goes on after a pause of milliseconds; its cache stays that of the old weights, so a later token is
       sampled by the new weights over keys and values of the old ones. Fastest. `behavior_logprobs` are exact all the same: they
       are those of the distribution that was sampled from. The trainer's own log-probs of such a token come from a clean forward,
-      so its ratio holds a part that is not the update's (docs/metrics.md, `weights/mismatch`).
+      so its ratio holds a part that is not the update's (docs/metrics.md, `mismatch/staleness`).
     * `restart` -- its sampled tokens, versions and remaining budget stay, its cache is computed anew by the new weights: a later
       token is sampled from exactly the new policy given the same prefix. Costs one prefill per response and update.
     * `wait` -- it is finished by the old weights first. One version per response; the trainer's weights wait for the longest.

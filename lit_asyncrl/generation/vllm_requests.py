@@ -16,6 +16,7 @@ from typing import Any
 
 from lit_asyncrl.errors import EngineError
 from lit_asyncrl.generation.vllm_interface import Sampled, SoFar, VLLMClient
+from lit_asyncrl.seeds import derive_seed
 from lit_asyncrl.types import Completion, FinishReason, GenerationRequest, Purpose
 
 
@@ -192,7 +193,7 @@ class VLLMRequests:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             # vLLM starts a generator from the seed: a response that goes on must not see its first random numbers again.
-            "seed": (pending.request.seed + 0x9E3779B97F4A7C15 * done) % 2**63,
+            "seed": derive_seed(pending.request.seed, done) if done else pending.request.seed,
             "stop_token_ids": list(self._eos_token_ids),
             "ignore_eos": True,
             "logprobs": 0,

@@ -116,7 +116,7 @@ class RankingSampler(StalenessSampler):
         self.rejection_ema = 0.0
         self._facts = FactTable()
         self._plan: dict[int, None] | None = None  # slots to rank; None: no plan made
-        self._budget = 0
+        self._budget, self._planned_ema = 0, 0.0
         self._statistics: dict[str, float] = {}
 
     def _problems(self) -> list[str]:
@@ -127,7 +127,7 @@ class RankingSampler(StalenessSampler):
 
     def plan(self, storage: Storage, batch_size: int) -> list[int]:
         """Smooth the excess and fix the budget; if it is above 0, see to it that every waiting slot can be ranked."""
-        self._budget, self.rejection_ema = self._new_budget(storage, batch_size)
+        self._budget, self._planned_ema = self._new_budget(storage, batch_size)
         self._plan = dict(self._waiting) if self._budget else {}
         if self._plan:
             self._read_unknown(storage)
@@ -146,6 +146,7 @@ class RankingSampler(StalenessSampler):
     def _reject(self, storage: Storage, batch_size: int) -> tuple[list[int], dict[int, Tensor]]:
         if self._plan is None:
             self.plan(storage, batch_size)
+        self.rejection_ema = self._planned_ema  # not before: a run may end while prefixes are scored
         candidates = np.fromiter(self._plan or (), dtype=np.int64)
         try:
             if not candidates.size:

@@ -4,6 +4,7 @@ from lit_asyncrl.tasks.arithmetic import Arithmetic
 from lit_asyncrl.tasks.countdown import Countdown, CountdownReward
 from lit_asyncrl.tasks.digits import ReverseDigits, SortDigits
 from lit_asyncrl.tasks.jsonl import JsonlTask
+from lit_asyncrl.tasks.killable import KillableReward
 from lit_asyncrl.tasks.math_verify import MathVerify
 from lit_asyncrl.tasks.mixture import TaskMixture
 from lit_asyncrl.tasks.rewards import CharacterShare, ExactMatch, LastNumber, LengthPenalty, OverlongPenalty
@@ -16,6 +17,7 @@ __all__ = [
     "CountdownReward",
     "ExactMatch",
     "JsonlTask",
+    "KillableReward",
     "LastNumber",
     "LengthPenalty",
     "MathVerify",

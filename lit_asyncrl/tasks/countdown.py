@@ -18,8 +18,6 @@ MAX_EXPRESSION_CHARACTERS = 200
 """Longer expressions are refused: bounds the parser's depth and the size of the numbers."""
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
 _MESSAGE = (
     "Using the numbers {numbers}, write an arithmetic expression that equals {target}. You can use + - * / and parentheses, and "
     "each number at most once. Think first, then give the expression alone, as in <answer>(1 + 2) * 3</answer>."
@@ -116,8 +114,9 @@ class CountdownReward(RewardFn):
 
     def __call__(self, completion: str, example: Example) -> float:
         """Parse and compare."""
-        tagged = _ANSWER.findall(completion)
-        lines = [line for line in (tagged[-1] if tagged else completion).splitlines() if line.strip()]
+        closed, _, _ = completion.rpartition("</answer>")  # a regular expression is quadratic in tags that are never closed
+        _, tag, answer = closed.rpartition("<answer>")
+        lines = [line for line in (answer.partition("</answer>")[0] if tag else completion).splitlines() if line.strip()]
         if not lines:
             return 0.0
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import zlib
 from collections import deque
@@ -11,15 +10,11 @@ from typing import Any, Literal
 
 from lit_asyncrl.errors import CheckpointError, ConfigurationError, DataError
 from lit_asyncrl.interfaces import Task
+from lit_asyncrl.seeds import derive_seed
 from lit_asyncrl.types import Example, Prompt
 
 Refill = Literal["new_prompt", "same_prompt"]
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from any integers and strings, equal on every machine."""
-    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+DEFAULT_MAX_TRIES = 3
 
 
 def checksum(prompt: Prompt) -> int:
@@ -113,7 +108,7 @@ class PromptSource:
         context: int | None,
         max_epochs: int | None = None,
         refill: Refill = "new_prompt",
-        max_tries: int = 3,
+        max_tries: int = DEFAULT_MAX_TRIES,
     ) -> None:
         self._task = task
         self._tokenizer = tokenizer

@@ -9,7 +9,7 @@ from policies import save_policy
 from runs import LongAnswer, inline_rollout, make_data, make_module, make_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lit_asyncrl.callbacks import RunReport
+from lit_asyncrl.callbacks import AsyncRollout, RunReport
 from lit_asyncrl.errors import ConfigurationError, WaitTimeoutError
 from lit_asyncrl.pool.pace import PaceSampler
 from lit_asyncrl.pool.ranking import FreshestFirstSampler, MaxAgeSampler, TotalStalenessSampler
@@ -117,6 +117,20 @@ def test_a_prompt_whose_group_is_dropped_is_sent_again_and_no_more_than_its_trie
     assert ledger.num_dispatched <= 24
     assert ledger.count("pending") == ledger.count("in_flight") == 0
     assert ledger.num_dispatched == data.prompts.state_dict()["next_group_id"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [({"capacity_groups": 100, "max_policy_age": 2}, "capacity_groups 100"), ({"max_tries": 5}, "max_tries 5")],
+)
+def test_a_setting_without_effect_is_warned_of(arguments, key):
+    with pytest.warns(UserWarning, match=rf"data\.{key} is ignored: .* to use it"):
+        make_data(**arguments)
+
+
+def test_a_start_of_no_lag_is_warned_of():
+    with pytest.warns(UserWarning, match="AsyncRollout.publish_lag_start 7 is ignored"):
+        AsyncRollout(publish_lag_start=7)
 
 
 def test_contradictions_of_the_pool_are_refused_when_the_datamodule_is_made():

@@ -171,7 +171,7 @@ def test_a_verifying_process_that_computes_ends_with_its_parent():
     """The pipe's end closes as at the parent's death; the power tower never returns to Python."""
     reward = MathVerify(timeout_s=30.0)
     reward("1", Example("p", "1", "t", 0))
-    process = reward._process
+    process = reward._worker._process
     request = {"answer": "72", "completion": "$9^{9^{9^{9}}}$", "limit_s": 600.0}
     process.stdin.write(json.dumps(request).encode() + b"\n")
     assert wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_RUNNING)

@@ -16,7 +16,7 @@ PACKAGE = "lit_asyncrl"
 
 # Lower layers know nothing of higher ones. Parts of one layer that are separate packages never import each other.
 LAYERS = (
-    {"types", "errors", "strict_yaml", "timing", "waits"},
+    {"types", "errors", "seeds", "strict_yaml", "timing", "waits"},
     {"interfaces", "supervisor", "watchdog", "policy"},
     {"algorithm"},
     {"tasks", "generation", "pool"},

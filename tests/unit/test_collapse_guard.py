@@ -28,7 +28,9 @@ class Guarded:
     def __init__(self, **arguments) -> None:
         self.guard = CollapseGuard(**({"num_updates": 2} | arguments))
         self.module = PolicyModule()
-        self.trainer = SimpleNamespace(should_stop=False, callback_metrics={}, state=SimpleNamespace(fn="fit"))
+        self.trainer = SimpleNamespace(
+            should_stop=False, sanity_checking=False, callback_metrics={}, state=SimpleNamespace(fn="fit")
+        )
 
     def update(self, log_weights, reward: float) -> None:
         self.module.step = StepStats(torch.tensor(log_weights), 0.0, 0.0)
@@ -92,9 +94,10 @@ def test_a_falling_evaluation_counts_as_well_as_the_reward():
             guarded.update(LOW, 1.0)
 
 
-def test_evaluations_outside_of_training_do_not_count():
+@pytest.mark.parametrize(("fn", "broken_off"), [("validate", False), ("fit", True)])
+def test_evaluations_outside_of_training_and_broken_off_ones_do_not_count(fn, broken_off):
     guarded = Guarded()
-    guarded.trainer.state.fn = "validate"
+    guarded.trainer.state.fn, guarded.trainer.sanity_checking = fn, broken_off
     guarded.evaluate(0.8)
     guarded.evaluate(0.5)
     assert guarded.updates(*[(LOW, 1.0)] * 3)[-1] == 0

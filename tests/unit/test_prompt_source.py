@@ -8,8 +8,9 @@ from policies import PACKAGED
 from lit_asyncrl.errors import CheckpointError, ConfigurationError, DataError
 from lit_asyncrl.generation.rollout import sample_seed
 from lit_asyncrl.policy import load_tokenizer
+from lit_asyncrl.seeds import derive_seed
 from lit_asyncrl.tasks.digits import ReverseDigits
-from lit_asyncrl.tasks.prompt_source import PromptSource, check_prompt_length, derive_seed, tokenize_prompt
+from lit_asyncrl.tasks.prompt_source import PromptSource, check_prompt_length, tokenize_prompt
 from lit_asyncrl.types import Example
 
 

@@ -379,6 +379,24 @@ def test_a_complete_group_waits_for_the_proof_of_the_weights_that_sampled_it():
         assert len(run.pool.take(1, None, TIMEOUT_S)) == BATCH_GROUPS
 
 
+def test_the_time_that_rewards_take_is_no_generation():
+    class Slow(DirectScorer):
+        def score(self, *arguments):
+            run.served_version = 3  # three updates meanwhile
+            return super().score(*arguments)
+
+    run = Run(scorer=Slow())
+    with run:
+        run.supervisor.wait_for(
+            Changed(), lambda: len(run.pool) == BATCH_GROUPS, timeout_s=TIMEOUT_S, who="test", what="scored groups"
+        )
+        assert run.served_version == 3
+        run.pool.set_policy_version(3)
+        first = run.pool.take(3, None, TIMEOUT_S)[0].group
+    assert first.completed_version == 0
+    assert set(first.token_versions[first.token_versions >= 0].tolist()) == {0}
+
+
 def test_what_unproved_weights_sampled_fails_and_is_never_pooled():
     run = Run(lambda request, version: answer(request, token_versions=[0, 1]))
     with run:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 
 from lit_asyncrl.errors import ConfigurationError, EngineDiedError, EngineError, WeightSyncError
 from lit_asyncrl.generation import vllm_backend
+from lit_asyncrl.generation.rollout import sample_seed
 from lit_asyncrl.generation.vllm import VLLMEngine
 from lit_asyncrl.generation.vllm_backend import BackendSettings, VLLMBackend
 from lit_asyncrl.generation.vllm_interface import Sampled, parse_version
-from lit_asyncrl.types import Completion, GenerationRequest, Purpose, SamplingParams
+from lit_asyncrl.types import Completion, Example, GenerationRequest, Prompt, Purpose, SamplingParams
 
 PROMPT = (3, 4, 5)
 EOS = 1
@@ -410,8 +412,24 @@ def test_a_request_goes_on_after_its_partial_with_the_rest_of_its_budget_and_a_m
     _, prompt, params, _, _ = vllm.sent[0]
     assert prompt == [*PROMPT, 9, 9]
     assert params["max_tokens"] == 4
-    assert params["seed"] == (2 * 0x9E3779B97F4A7C15) % 2**63
+    assert params["seed"] != _partial_request(_tokens(2)).seed
     assert backend.generated_tokens == 4  # the two were sampled by another engine
+
+
+def test_responses_of_a_group_that_go_on_have_seeds_of_their_own(vllm: FakeVLLM, start: Start):
+    """Whatever index and number of sampled tokens: as many seeds as responses."""
+    prompt = Prompt(0, Example("p", "a", "t", 0), 0, tuple(PROMPT), 0, 0, 7)
+    backend = start()
+    _update(backend, 4)
+    pairs = [(index, done) for index in range(4) for done in range(1, 5)]
+    for number, (index, done) in enumerate(pairs):
+        partial = replace(_tokens(done), request_id=number)
+        request = replace(_partial_request(partial), request_id=number, seed=sample_seed(prompt, index))
+        backend.submit([request])
+    _drain(backend, len(pairs))
+    seeds = {params["seed"] for _, _, params, _, _ in vllm.sent}
+    assert len(seeds) == len(pairs)
+    assert seeds.isdisjoint(sample_seed(prompt, index) for index in range(10))
 
 
 @pytest.mark.parametrize(("partial", "reason"), [(_tokens(6), "length"), (_tokens(2, token=EOS), "stop")])

@@ -381,6 +381,20 @@ def through_a_file(state: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
+def test_a_run_that_ends_while_prefixes_are_scored_smooths_their_excess_once() -> None:
+    def stop(groups):
+        raise StopRequested("SIGTERM")
+
+    broken, unbroken = pace_pool(), pace_pool()
+    with pytest.raises(StopRequested):
+        broken.take(1, stop, 0.0)
+    resumed = make_pool(sampler=PaceSampler(ema_beta=0.5), batch_groups=2, max_policy_age=3)
+    resumed.load_state_dict(through_a_file(broken.state_dict()))
+    assert ids(resumed.take(1, Scorer(), 0.0)) == ids(unbroken.take(1, Scorer(), 0.0))
+    assert resumed.sampler.rejection_ema == unbroken.sampler.rejection_ema > 0
+    assert resumed.groups_rejected == unbroken.groups_rejected
+
+
 def test_a_snapshot_continues_where_it_was_made() -> None:
     pool = pace_pool()
     pool.take(1, Scorer(), 0.0)

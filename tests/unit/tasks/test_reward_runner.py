@@ -1,17 +1,19 @@
-"""RewardRunner and MathVerify: bounded waits, and causes that are named."""
+"""RewardRunner, MathVerify and KillableReward: bounded waits, and causes that are named."""
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from lit_asyncrl.errors import ConfigurationError, RewardError, StopRequested
 from lit_asyncrl.interfaces import RewardFn
 from lit_asyncrl.supervisor import Supervisor
-from lit_asyncrl.tasks import CharacterShare, ExactMatch, MathVerify, ReverseDigits, RewardRunner
-from lit_asyncrl.types import Example
+from lit_asyncrl.tasks import CharacterShare, ExactMatch, KillableReward, MathVerify, ReverseDigits, RewardRunner
+from lit_asyncrl.types import Example, Response
 
 
 class Scripted(RewardFn):
@@ -134,30 +136,110 @@ def test_math_verify_judges_by_value(verify, completion, answer, value):
 
 def test_math_verify_kills_a_process_that_takes_too_long_and_starts_another(verify):
     verify("1", Example("p", "1", "t", 0))
-    process = verify._process
-    verify.timeout_s = 0.3
+    process = verify._worker._process
+    verify._worker._timeout_s = 0.3
     with pytest.raises(RewardError, match="still computing"):
         verify("$9^{9^{9^{9}}}$", Example("p", "72", "t", 0))
     assert process.poll() is not None
-    verify.timeout_s = 20.0
+    verify._worker._timeout_s = 20.0
     assert verify("72", Example("p", "72", "t", 0)) == 1.0
 
 
+@pytest.mark.parametrize("answer", ["", r"\frac{1}{0}"])
+def test_math_verify_refuses_an_answer_that_it_cannot_judge(verify, answer):
+    with pytest.raises(RewardError, match=r"no mathematics|nan or zoo"):
+        verify("$3$", Example("p", answer, "t", 0))
+
+
+def test_a_response_that_math_verify_cannot_compare_is_wrong(verify):
+    assert verify(r"$\frac{1}{0}$", Example("p", "3", "t", 0)) == 0.0
+
+
+def test_math_verify_is_started_before_the_first_response():
+    reward = MathVerify()
+    reward.start()
+    process = reward._worker._process
+    assert process is not None and process.poll() is None
+    reward.start()
+    assert reward._worker._process is process
+    reward.close()
+    assert process.poll() is not None
+
+
 def test_math_verify_starts_no_process_before_the_first_call():
-    assert MathVerify()._process is None
+    assert MathVerify()._worker._process is None
 
 
 def test_the_verifying_process_loads_no_torch(verify):
     verify("1", Example("p", "1", "t", 0))
-    assert "libtorch" not in Path(f"/proc/{verify._process.pid}/maps").read_text(encoding="utf-8")
+    assert "libtorch" not in Path(f"/proc/{verify._worker._process.pid}/maps").read_text(encoding="utf-8")
 
 
 def test_the_verifying_process_ends_with_its_parent():
     reward = MathVerify(timeout_s=20.0)
     reward("1", Example("p", "1", "t", 0))
     # What the end of the parent does to the pipe.
-    reward._process.stdin.close()
-    assert reward._process.wait(20.0) == 0
+    reward._worker._process.stdin.close()
+    assert reward._worker._process.wait(20.0) == 0
+    reward.close()
+
+
+class Backtracking(RewardFn):
+    """Takes for ever on "aaa...b", and keeps the interpreter to itself meanwhile."""
+
+    name = "backtracking"
+    weight = 0.5
+
+    def __call__(self, completion: str, example: Example) -> float:
+        if completion == "raise":
+            raise KeyError(example.answer)
+        if completion == "text":
+            return "1"
+        if isinstance(completion, Response):
+            return completion.num_tokens
+        return torch.tensor(float(re.match(r"(a+)+$", completion) is not None))
+
+
+@pytest.fixture(scope="module")
+def killable():
+    reward = KillableReward(Backtracking(), timeout_s=20.0)
+    yield reward
+    reward.close()
+
+
+def test_a_killable_reward_says_what_the_reward_says(killable):
+    killable.start()
+    assert (killable.name, killable.weight) == ("backtracking", 0.5)
+    assert [killable(text, Example("p", "1", "t", 0)) for text in (Response("aaa", 3), "aa", "b")] == [3.0, 1.0, 0.0]
+    with pytest.raises(RewardError, match="backtracking raised KeyError: 'lost'"):
+        killable("raise", Example("p", "lost", "t", 0))
+
+
+def test_a_killable_reward_that_keeps_the_interpreter_is_killed(killable):
+    killable.start()
+    process, killable._worker._timeout_s = killable._worker._process, 0.3
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"backtracking must answer within 0\.3 s, got no answer"):
+        killable("a" * 60 + "b", Example("p", "1", "t", 0))
+    assert time.monotonic() - began < 10.0
+    assert process.poll() is not None
+    killable._worker._timeout_s = 20.0
+    assert killable("a", Example("p", "1", "t", 0)) == 1.0
+
+
+def test_what_is_no_number_is_refused_as_from_any_reward(killable):
+    with pytest.raises(RewardError, match="must be a number"):
+        RewardRunner(timeout_s=60.0).score(ReverseDigits(rewards=[killable]), ["text"], Example("p", "1", "t", 0))
+
+
+def test_a_reward_that_cannot_be_loaded_is_named():
+    class Unloadable(Backtracking):
+        def __reduce__(self):
+            return (int, ("no number",))
+
+    reward = KillableReward(Unloadable())
+    with pytest.raises(RewardError, match=r"'backtracking' could not be loaded in its process: ValueError"):
+        reward.start()
     reward.close()
 
 

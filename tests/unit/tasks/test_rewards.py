@@ -59,6 +59,8 @@ def test_length_penalty_grows_with_the_excess(length, value):
         ("25+7*3", 1.0),
         ("25+7*3=46", 1.0),
         ("I think\n<answer>(7*3)+25</answer> is right", 1.0),
+        ("<answer>1</answer> no: <answer>(7*3)+25</answer></answer>", 1.0),
+        ("<answer>" * 200_000 + "(7*3)+25</answer>", 1.0),
         ("46", 0.0),
         ("25+21", 0.0),
         ("7*3+25+3-3", 0.0),
