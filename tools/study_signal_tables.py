@@ -40,8 +40,9 @@ def lagged_cells() -> list[Cell]:
 
 
 def _lagged(results: Results) -> list[tuple[Run, list[Run]]]:
-    """Those that were run, with the synchronous runs of their rate."""
-    return [(run, results.synchronous("reverse10", run["rate"], SEEDS)) for run in results.of(lagged_cells())]
+    """Those that were run and stood when the lag began, with the synchronous runs of their rate."""
+    runs = [run for run in results.of(lagged_cells()) if window(run, "min_ess", start_of(run))]
+    return [(run, results.synchronous("reverse10", run["rate"], SEEDS)) for run in runs]
 
 
 def alarms(results: Results) -> str:
@@ -76,7 +77,7 @@ def ranking(results: Results) -> str:
     lagged = [run for run, _ in _lagged(results)]
     rows = []
     for name, belongs in groups.items():
-        runs = [r for r in lagged if belongs(r) and window(r, "min_ess", start_of(r))]
+        runs = list(filter(belongs, lagged))
         areas = []
         for field, sign in (("min_ess", -1), ("max_grad_norm", 1), ("max_kl", 1)):
             fallen, standing = (

@@ -181,6 +181,19 @@ def test_figures_of_results_that_are_not_there_are_refused(tmp_path: Path, monke
     assert refusal.value.code == 2 and kept.exists()
 
 
+def test_a_run_that_collapses_before_its_lag_begins_is_no_collapse_to_announce(tmp_path: Path) -> None:
+    early = [[0, 0.5], [20, 0.0], [40, 0.0], [60, 0.0]]
+    late = [[0, 0.5], [100, 0.9], [160, 0.0], [180, 0.0], [200, 0.0]]
+    lines = [line_of(cell("reverse10", "sync", "sync"), 0.9)]
+    for arm, curve in (("none", early), ("ppo", late)):
+        lines.append(line_of(cell("reverse10", arm, "ramp"), 0.0, curve) | {"ess_alarm": 130})
+    text = results_table.alarms(write(tmp_path / "results.jsonl", lines))
+    announced = [
+        line for line in text.splitlines() if line.startswith("| from update 100 on | ESS ratio under 0.05 in an update |")
+    ]
+    assert "| 1/1 | 30 (30-30) | 0/0 |" in announced[0]
+
+
 def test_the_pool_is_compared_at_the_time_of_the_shortest_run_of_a_seed(tmp_path: Path) -> None:
     lines = []
     for arm, seconds in (("fifo", [10.0, 20.0]), ("pace", [20.0, 40.0])):
