@@ -221,6 +221,7 @@ def join_rollouts(callbacks: Any) -> Any:
 
     So a file of `configs/engine` can append (`callbacks+`) an AsyncRollout that holds an engine, and leave the rest alone.
     """
+    callbacks = callbacks if callbacks is None or isinstance(callbacks, list) else [callbacks]  # one may be given as it is
     rollouts = [c for c in callbacks or () if getattr(c, "class_path", "").rpartition(".")[2] == AsyncRollout.__name__]
     if len(rollouts) < 2:
         return callbacks

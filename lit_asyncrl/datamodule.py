@@ -77,6 +77,7 @@ class RolloutDataModule(LightningDataModule):
     Attributes:
         batch_ids: group ids of the last batch, in the order of its micro-batches.
         while_waiting: called now and then while the trainer waits for a batch, in its thread.
+        is_epoch_broken_off: whether a stop request or the end of the prompts ended the epoch before its last batch.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class RolloutDataModule(LightningDataModule):
         self._carried: dict[int, list[Completion]] = {}
         self.batch_ids: list[int] = []
         self.while_waiting: Callable[[], object] = lambda: None
+        self.is_epoch_broken_off = False
         self._fresh_sampler = copy.deepcopy(self.sampler.state_dict())
         self._prepared_for: PolicyModule | None = None
         self._snapshot: tuple[int, dict[str, Any]] | None = None
@@ -358,6 +360,7 @@ class RolloutDataModule(LightningDataModule):
                 "prompts": self.prompts.state_dict([group.prompt for group in groups]),
                 "members": pack_completions(c for members in carried.values() for c in members),
                 "sampling": self._sampled_with(),
+                "temperature": self.sampling.temperature,
             }
 
     def _sampled_with(self) -> dict[str, Any]:
@@ -368,7 +371,7 @@ class RolloutDataModule(LightningDataModule):
         """Continue pool and prompts where the snapshot was taken; groups in flight then are sent again and go on.
 
         Raises:
-            CheckpointError: the checkpoint's prompts are of other tasks.
+            CheckpointError: the checkpoint's prompts are of other tasks, or its groups of another temperature.
         """
         assert self.trainer is not None
         if not state_dict or self.trainer.state.fn != "fit":  # an evaluation needs no pool, whatever its settings
@@ -377,6 +380,12 @@ class RolloutDataModule(LightningDataModule):
             raise CheckpointError(
                 f"data.task must be that of the checkpoint, got {sorted(self.tasks)} instead of {state_dict['tasks']} (its "
                 "prompts and groups go on). To train the policy on another task, export it and start anew."
+            )
+        if state_dict["temperature"] != self.sampling.temperature:
+            raise CheckpointError(
+                f"data.sampling.temperature must be that of the checkpoint, {state_dict['temperature']:g}, got "
+                f"{self.sampling.temperature:g} (the log-probs of its waiting groups are of that distribution). To train the "
+                "policy at another temperature, export it and start anew."
             )
         self.prompts.load_state_dict(state_dict["prompts"])  # before the pool, which may drop a group and have it sent again
         self.pool.load_state_dict(state_dict["pool"])

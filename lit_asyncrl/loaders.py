@@ -24,6 +24,12 @@ class PromptsExhausted(Exception):  # noqa: N818 - the end of the data, not a fa
     """The prompt source has ended and the pool holds less than a batch."""
 
 
+def end_training(trainer: Any) -> None:
+    """Let `fit` end at the next boundary, also before `min_steps` and `min_epochs`: there is nothing more to train."""
+    trainer.should_stop = True
+    trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
+
+
 class TrainLoader:
     """Iterates over training batches; a stop request or the end of the prompts ends it early, so that the loop can leave."""
 
@@ -41,12 +47,14 @@ class TrainLoader:
         """Nothing to restore."""
 
     def __iter__(self) -> Iterator[TrainBatch]:
+        self._data.is_epoch_broken_off = False
         for _ in range(len(self)):
             try:
                 batch = self._data.take_batch()
             except (StopRequested, PromptsExhausted) as reason:
                 assert self._data.trainer is not None
-                self._data.trainer.should_stop = True
+                end_training(self._data.trainer)
+                self._data.is_epoch_broken_off = True
                 left = len(self._data.pool)
                 if left and isinstance(reason, PromptsExhausted):
                     warnings.warn(f"The prompts have ended: {left} groups, fewer than a batch, stay untrained.", stacklevel=2)

@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_asyncrl.algorithm.advantages import OPOB
 from lit_asyncrl.algorithm.estimator import PolicyGradient
@@ -33,6 +34,7 @@ from lit_asyncrl.checkpoints import rng_states, set_rng_states
 from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, StopRequested
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult
 from lit_asyncrl.interfaces import Advantage, Objective
+from lit_asyncrl.loaders import end_training
 from lit_asyncrl.policy import (
     PolicyConfig,
     check_vocabulary,
@@ -207,11 +209,21 @@ class PolicyModule(LightningModule):
     # ---------------------------------------------------------------- one update
 
     def configure_optimizers(self) -> Any:
-        """Optimizer and, if given, the scheduler."""
+        """Optimizer and, if given, the scheduler.
+
+        Raises:
+            ConfigurationError: the scheduler needs a metric.
+        """
         optimizer = self.make_optimizer(p for p in self.parameters() if p.requires_grad)
         if self.make_lr_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
+        scheduler = self.make_lr_scheduler(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigurationError(
+                "model.lr_scheduler must be one that goes by the number of updates, got ReduceLROnPlateau. Take another one, or "
+                "CollapseGuard, which lowers the rate when training gets worse."
+            )
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> None:
         """The updates of one batch, each of which is a logged skip when nothing can be trained or its gradient is not finite."""
@@ -331,8 +343,8 @@ class PolicyModule(LightningModule):
         try:
             metrics = self._evaluation(batch).metrics
         except StopRequested:
-            self.trainer.should_stop = True
-            if area == "val" and self.trainer.state.fn == "fit":  # until the loop goes back to training
+            if area == "val" and self.trainer.state.fn == "fit":
+                end_training(self.trainer)
                 self.trainer.sanity_checking = True  # callbacks that watch a metric must not look for this one
             return
         self.log_dict(

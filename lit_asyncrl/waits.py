@@ -120,16 +120,23 @@ class Inbox(Generic[Item]):
         self._closed = False
 
     def put(self, item: Item) -> None:
-        """Add a message; never waits."""
+        """Add a message; never waits. Of no effect once it is closed."""
         with self._changed:
-            self._items.append(item)
-            self._changed.notify_all()
+            if not self._closed:
+                self._items.append(item)
+                self._changed.notify_all()
 
     def close(self) -> None:
         """No message will follow."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def discard(self) -> None:
+        """Close it, and forget what was not read: nobody will."""
+        with self._changed:
+            self._items.clear()
+            self.close()
 
     def __iter__(self) -> Iterator[Item]:
         """Messages as they come, until the inbox is closed and empty."""

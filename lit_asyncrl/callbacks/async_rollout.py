@@ -30,6 +30,7 @@ from lit_asyncrl.errors import ConfigurationError, StopRequested
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult
 from lit_asyncrl.generation.hf import HFEngine
 from lit_asyncrl.interfaces import GenerationEngine
+from lit_asyncrl.loaders import end_training
 from lit_asyncrl.module import PolicyModule
 from lit_asyncrl.pool.pool import BATCH_WAITER
 from lit_asyncrl.recording.configuration import check_tape
@@ -178,7 +179,7 @@ class AsyncRollout(Callback):
             try:
                 self.first_results = self._evaluate_all("val")
             except StopRequested:
-                trainer.should_stop = True
+                end_training(trainer)
         self._train_started_at = time.monotonic()
         self._down_before_s = self.parts.engine_down_s
         self._saved_version = self.module.policy_version
@@ -201,11 +202,11 @@ class AsyncRollout(Callback):
                     pool.settle_skipped()
                     self.supervisor.raise_if_stopping()
         except StopRequested:
-            trainer.should_stop = True
+            end_training(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let callbacks that watch a metric pass over an epoch that was broken off: it may have none."""
-        if self.supervisor.stop_reason is not None:
+        if self.supervisor.stop_reason is not None or self.data.is_epoch_broken_off:
             trainer.sanity_checking = True  # until `on_train_end`
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -217,6 +218,7 @@ class AsyncRollout(Callback):
             with suppress(StopRequested):
                 self.last_results = self._evaluate_all("val")
         wanted = self.supervisor.stop_reason is not None or trainer.checkpoint_callback is not None
+        wanted = wanted and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if wanted and self.module.policy_version > self._saved_version:
             save_last(trainer)
 

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
 from lit_asyncrl.datamodule import RolloutDataModule
 from lit_asyncrl.errors import ConfigurationError
@@ -83,5 +84,34 @@ def check_settings(rollout: AsyncRollout, trainer: Trainer, module: PolicyModule
             f"trainer.precision must be one of {PRECISIONS}, got {precision} (master weights stay in float32, where an update of "
             "1e-6 does not vanish, and float16's loss scaling is not undone for exact score norms). Set bf16-mixed."
         )
+    problems += _lightning_s_problems(trainer)
     if problems:
         raise ConfigurationError(" ".join(problems))
+
+
+def _lightning_s_problems(trainer: Trainer) -> list[str]:
+    """Settings of Lightning's that cannot do here what they say."""
+    problems = []
+    overfit, limit = trainer.overfit_batches, trainer.limit_val_batches  # type: ignore[attr-defined]
+    if overfit:
+        problems.append(
+            f"trainer.overfit_batches must be left out, got {overfit} (batches are sampled anew each time). Train on a task of "
+            "few prompts instead."
+        )
+    if isinstance(limit, float) and 0 < limit < 1:
+        problems.append(
+            f"trainer.limit_val_batches must be 0, 1.0 or a number of held-out sets, got {limit} (a set is one batch). Set "
+            "data.evaluation.NAME.num_prompts."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            problems.append(
+                f"trainer.callbacks must not hold {type(callback).__name__} (the engine samples and evaluates with the weights "
+                "that are trained, not with their average). Leave it out, and average checkpoints afterwards."
+            )
+        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+            problems.append(
+                f"ModelCheckpoint.train_time_interval must be left out, got {callback._train_time_interval} (Lightning never "
+                "saves by it under manual optimization). Set every_n_train_steps."
+            )
+    return problems

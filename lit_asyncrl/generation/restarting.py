@@ -196,7 +196,7 @@ class RestartingEngine(GenerationEngine):
 
     def partial_completions(self) -> list[Completion]:
         """See `GenerationEngine.partial_completions`; what was taken over from an engine that died is among them."""
-        reported = self._inner.partial_completions() if self._serves else []
+        reported = [] if self._needs_weights else self._inner.partial_completions()
         with self._changed:
             carried = [r.partial for (purpose, _), r in self._outstanding.items() if purpose == "train" and r.partial is not None]
             longest = _longest([*carried, *reported])

@@ -82,7 +82,8 @@ class SlotCache(Cache):
         """Copy prefilled prompts into rows.
 
         Args:
-            prefixes: cache of a forward over prompts, [u, kv_heads, P, head_dim] per layer.
+            prefixes: cache of a forward over prompts, [u, kv_heads, P, head_dim] per layer; P may be longer than a row, where the
+                forward took a long prompt along that is not among `source`.
             source: [m] which prompt.
             rows: [m] which row.
         """
@@ -90,8 +91,8 @@ class SlotCache(Cache):
         for layer_idx, layer in enumerate(layers):
             self._ensure_layer(layer_idx, layer.keys, layer.values)
             for buffer, states in ((self._keys[layer_idx], layer.keys), (self._values[layer_idx], layer.values)):
-                flat = states.transpose(1, 2).flatten(2)
-                buffer[rows, : flat.shape[1]] = flat[source]
+                width = min(states.shape[2], buffer.shape[1])
+                buffer[rows, :width] = states[:, :, :width].transpose(1, 2).flatten(2)[source]
 
     def move(self, source: Tensor, target: Tensor, longest: int) -> None:
         """Copy rows `source` [m] over rows `target` [m], the first `longest` tokens."""

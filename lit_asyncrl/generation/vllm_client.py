@@ -256,7 +256,7 @@ class LocalClient:
     def _new_children(self) -> list[psutil.Process]:
         if self._others is None:
             return []
-        return [c for c in psutil.Process().children(recursive=True) if c not in self._others and not _is_tracker(c)]
+        return [c for c in psutil.Process().children(recursive=True) if c not in self._others and not _is_foreign(c)]
 
     def _end_children(self) -> None:
         for child in self._children:
@@ -338,10 +338,14 @@ def _nothing(*arguments: Any, **named: Any) -> None:
     """Instead of a method that must not run any more."""
 
 
-def _is_tracker(process: psutil.Process) -> bool:
-    """Whether it is multiprocessing's resource tracker, which belongs to the whole trainer and cleans up at its end."""
-    with contextlib.suppress(psutil.Error):
-        return any("resource_tracker" in part for part in process.cmdline())
+def _is_foreign(process: psutil.Process) -> bool:
+    """Whether it is not vLLM's, though started meanwhile.
+
+    Such are multiprocessing's resource tracker, which belongs to the whole trainer and cleans up at its end, and whatever has a
+    session of its own, such as a reward's process.
+    """
+    with contextlib.suppress(psutil.Error, OSError):
+        return os.getsid(process.pid) != os.getsid(0) or any("resource_tracker" in part for part in process.cmdline())
     return False
 
 

@@ -125,8 +125,10 @@ class VLLMEngineBase(GenerationEngine):
 
     def stop(self) -> None:
         """See `GenerationEngine.stop`."""
-        backend, self._backend = self._backend, None
+        backend = self._backend
         if backend is not None:
+            self._final_tokens, self._final_partials = backend.generated_tokens, backend.partial_completions()
+            self._backend = None
             backend.stop()
             self._final_tokens, self._final_partials = backend.generated_tokens, backend.partial_completions()
 

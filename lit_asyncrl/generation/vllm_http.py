@@ -146,9 +146,10 @@ class ServerConnection:
                     raise ServerError(self.url, f"{method} {route}", response.status, reason_of(text))
                 return text
         except TimeoutError as error:
+            limit_s = self._timeout_s if isinstance(error, aiohttp.ConnectionTimeoutError) else limit_s
             raise EngineDiedError(
-                f"The vLLM server at {self.url} must answer {method} {route} within {min(limit_s, self._timeout_s):.1f} s, and "
-                "did not. It hangs or is stopped."
+                f"The vLLM server at {self.url} must answer {method} {route} within {limit_s:.1f} s, and did not. It hangs or is "
+                "stopped."
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineDiedError(

@@ -92,6 +92,8 @@ class RecordWriter:
             )
         except Exception as error:  # noqa: BLE001 - raised by the supervisor in the trainer's thread
             self._supervisor.fail(error, "run recorder")
+        finally:
+            self._inbox.discard()
 
     def _write(self, line: bytes) -> None:
         if self._file.write(line) != len(line):
@@ -133,13 +135,16 @@ def read_header(path: str) -> Header:
         raise _refusal(path, error.strerror or str(error)) from error
     try:
         kind, version, fields = json.loads(line) if line.endswith(b"\n") else (None, None, {})
-    except ValueError:
+    except (ValueError, TypeError):  # no JSON, or no list of three
         kind, version, fields = None, None, {}
     if kind != "header":
         raise _refusal(path, "it does not begin with the header of a record")
     if version != FORMAT:
         raise _refusal(path, f"its format is {version}, and {FORMAT} is read here")
-    return Header(**fields)
+    try:
+        return Header(**fields)
+    except TypeError as error:
+        raise _refusal(path, "its header lacks a field, or has one too many") from error
 
 
 def read_events(path: str) -> list[Event]:

@@ -110,6 +110,13 @@ def test_responses_in_flight_of_other_settings_are_sampled_again_with_a_warning(
     assert sum(row.prompts for row in ledger.rows()) == ledger.num_dispatched
 
 
+def test_another_temperature_than_the_checkpoint_s_is_refused(policy, tmp_path, in_flight):
+    path, _ = in_flight
+    data = long_data(sampling=SamplingParams(temperature=0.5, max_new_tokens=24))
+    with pytest.raises(CheckpointError, match=r"data\.sampling\.temperature must be that of the checkpoint, 1, got 0\.5"):
+        fit(policy, tmp_path, data=data, ckpt_path=path)
+
+
 # ------------------------------------------------------------------ ends, random numbers, files
 
 

@@ -127,6 +127,16 @@ def test_a_signal_before_the_first_evaluation_ends_is_no_fault_to_callbacks_that
     assert not (tmp_path / "best.ckpt").exists()
 
 
+def test_a_signal_ends_a_run_before_its_least_number_of_updates(policy, tmp_path):
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1000, save_last=True)
+    callbacks = [inline_rollout(), SignalAt("on_train_batch_start", signal.SIGTERM), saver]
+    module, data = make_module(policy), make_data(updates_per_epoch=3)
+    make_trainer(tmp_path, callbacks, max_steps=50, min_steps=40, min_epochs=9, enable_checkpointing=True).fit(module, data)
+    assert data.supervisor.stop_reason == "SIGTERM"
+    assert module.policy_version < 5
+    assert (tmp_path / "last.ckpt").exists()
+
+
 def test_an_evaluation_that_was_broken_off_is_not_in_the_summary(policy, tmp_path):
     report = RunReport()
 

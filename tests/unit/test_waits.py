@@ -73,6 +73,14 @@ def test_messages_come_in_order_and_end_when_the_inbox_is_closed():
     assert list(inbox) == [0, 1, 2]
 
 
+def test_what_is_put_after_the_end_and_what_is_discarded_is_gone():
+    inbox: Inbox[int] = Inbox()
+    inbox.put(1)
+    inbox.discard()
+    inbox.put(2)
+    assert list(inbox) == []
+
+
 def test_a_message_wakes_the_thread_that_waits_for_one():
     inbox: Inbox[int] = Inbox()
     seen: list[int] = []

@@ -191,6 +191,14 @@ def test_prompts_next_in_the_queue_are_computed_in_one_forward(model: Any):
     assert shapes == [(3, 2), (1, 1), (1, 1), (1, 1)]
 
 
+def test_a_long_prompt_next_in_the_queue_does_not_disturb_short_ones(model: Any):
+    requests = _requests(6)
+    requests[4] = replace(requests[4], prompt_ids=tuple([5, 6] * 40))
+    together = _run(_decoder(model, num_slots=2), requests)
+    for request in requests:
+        assert together[request.request_id].token_ids == _run(_decoder(model), [request])[request.request_id].token_ids
+
+
 def test_a_decoder_that_recomputes_does_so_once_for_each_change_of_the_weights(model: Any):
     shapes: list[tuple[int, ...]] = []
     hook = model.register_forward_pre_hook(

@@ -262,6 +262,28 @@ def test_what_was_reported_goes_on_and_what_was_not_is_lost(started: Any):
     assert (engine.lost_tokens, engine.generated_tokens) == (1, 6)
 
 
+def test_what_was_reported_is_there_while_the_engine_is_started_anew(started: Any):
+    """So that a checkpoint of those seconds has it."""
+    may_start = Flag()
+
+    class Slow(DyingEngine):
+        def start(self, policy_path: str, **arguments: Any) -> None:
+            assert not self.starts or may_start.wait(20.0)
+            super().start(policy_path, **arguments)
+
+    engine, inner = started(Slow())
+    engine.submit(_requests(1))
+    engine.completions(0.0)
+    inner.dies_at = {inner.calls + 1}
+    engine.completions(0.0)
+    assert engine._is_restarting
+    before = [(p.request_id, len(p.token_ids)) for p in engine.partial_completions()]
+    assert before == [(0, 1)]
+    may_start.set()
+    _until_it_needs_weights(engine)
+    assert [(p.request_id, len(p.token_ids)) for p in engine.partial_completions()] == before
+
+
 def test_nothing_is_submitted_and_nothing_answered_until_weights_came(started: Any):
     engine, inner = started(DyingEngine([3]))
     engine.submit(_requests(1))  # dies

@@ -18,7 +18,7 @@ from lit_asyncrl.recording.events import (
     take_event,
     to_line,
 )
-from lit_asyncrl.recording.file import Header, RecordWriter, read_events, read_header
+from lit_asyncrl.recording.file import FORMAT, Header, RecordWriter, read_events, read_header
 from lit_asyncrl.supervisor import Supervisor
 from lit_asyncrl.types import Completion
 
@@ -88,6 +88,13 @@ def test_a_record_cut_at_any_byte_gives_its_whole_lines_or_is_refused(tmp_path):
                 read_header(str(cut))
 
 
+@pytest.mark.parametrize("line", ["123", "null", '["header"]', f'["header",{FORMAT},{{}}]', f'["header",{FORMAT},null]'])
+def test_a_first_line_that_is_no_header_is_refused(tmp_path, line):
+    (tmp_path / "run.record").write_text(f"{line}\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"does not begin with the header of a record|its header lacks a field"):
+        read_header(str(tmp_path / "run.record"))
+
+
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     content = write(tmp_path / "run.record", [["left", 0, "dropped", "truncated"], ["left", 1, "failed", "reward"]])
     (tmp_path / "run.record").write_bytes(content.replace(b'["left",0,', b'["left,0,'))
@@ -136,6 +143,10 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, recwarn):
     writer.start(HEADER)
     whole, writer._file = writer._file, Full()
     writer.put(lambda: ["left", 0, "dropped", "truncated"])
+    writer._thread.join(10.0)
+    for _ in range(3):  # nobody will write them
+        writer.put(lambda: ["left", 0, "dropped", "truncated"])
+    assert not writer._inbox._items
     writer.close()
     whole.close()
     assert supervisor.failure is None
