@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
-from lit_asyncrl.checkpoints import read_checkpoint, write_checkpoint
+from lit_asyncrl.checkpoints import check_plain, read_checkpoint, write_checkpoint
 from lit_asyncrl.errors import CheckpointError
 from lit_asyncrl.waits import Changed, start_thread
 
@@ -53,11 +54,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write a checkpoint, after those before it.
 
         Raises:
-            CheckpointError: it could not be written, or one before it; names path and cause.
+            CheckpointError: it holds what could not be read again, or it or one before it could not be written; names path and
+                cause.
         """
         if _is_url(path):
             super().save_checkpoint(checkpoint, path, storage_options)
-        elif self._beside() and _fits_twice(checkpoint):
+            return
+        check_plain(checkpoint, path)
+        if self._beside() and _fits_twice(checkpoint):
             self.wait(num_left=MAX_WRITES - 1)
             copies: dict[tuple[Any, ...], Tensor] = {}
             self._enqueue(path, {key: value if key == _POOL_KEY else _copied(value, copies) for key, value in checkpoint.items()})
@@ -146,7 +150,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def install_atomic_io(trainer: Trainer) -> None:
     """Give a trainer the plugin, unless its user chose another one."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = AtomicCheckpointIO(beside=lambda: trainer.training)
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO(
+            beside=lambda: trainer.training and not _file_is_wanted_at_once(trainer)
+        )
+
+
+def _file_is_wanted_at_once(trainer: Trainer) -> bool:
+    """Whether somebody looks for a file right after its save: another ModelCheckpoint, a link, or a logger that uploads it."""
+    callbacks = trainer.checkpoint_callbacks
+    return (
+        len(callbacks) > 1
+        or any(getattr(callback, "save_last", None) == "link" for callback in callbacks)
+        or any(getattr(logger, "_log_model", False) for logger in trainer.loggers)
+    )
 
 
 def checkpoint_dir(trainer: Trainer) -> str:
@@ -158,12 +174,39 @@ def checkpoint_dir(trainer: Trainer) -> str:
 
 
 def save_last(trainer: Trainer) -> None:
-    """Write `last.ckpt`, and tell ModelCheckpoint that it is its own, so that it does not write another beside it."""
+    """Write `last.ckpt`, and tell ModelCheckpoint that it is its own, so that it does not write another beside it.
+
+    A file of another run that has the name keeps it: then it is `last-v1.ckpt`, as Lightning's would be.
+    """
     callback: Any = trainer.checkpoint_callback
-    path = getattr(callback, "last_model_path", "") or os.path.join(checkpoint_dir(trainer), "last.ckpt")  # noqa: PTH118 - a URL
-    trainer.save_checkpoint(path, weights_only=False)
+    path = getattr(callback, "last_model_path", "")
+    if not path:
+        names = itertools.chain(["last.ckpt"], (f"last-v{i}.ckpt" for i in itertools.count(1)))
+        paths = (os.path.join(checkpoint_dir(trainer), name) for name in names)  # noqa: PTH118 - may be a URL
+        path = next(path for path in paths if path == trainer.ckpt_path or not Path(path).exists())
+    with _epoch_open(trainer):
+        trainer.save_checkpoint(path, weights_only=False)
     if callback is not None:
         callback.last_model_path = path
+
+
+@contextmanager
+def _epoch_open(trainer: Trainer) -> Iterator[None]:
+    """Undo meanwhile that Lightning has counted an epoch that was broken off: a resumed run makes the rest of it."""
+    loop = trainer.fit_loop
+    progress: tuple[Any, ...] = (loop.epoch_progress.current, loop.epoch_progress.total)
+    counted = loop.epoch_loop.batch_progress.current.ready < loop.max_batches and all(
+        state.completed == state.processed == state.started > 0 for state in progress
+    )
+    for state in progress if counted else ():
+        state.processed -= 1
+        state.completed -= 1
+    try:
+        yield
+    finally:
+        for state in progress if counted else ():
+            state.processed += 1
+            state.completed += 1
 
 
 def _is_url(path: Any) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import random
 import uuid
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lit_asyncrl.errors import CheckpointError
 from lit_asyncrl.policy import load_model, load_tokenizer, resolve_policy_path
@@ -56,6 +59,46 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
             f"Checkpoint {str(path)!r} could not be written ({type(cause).__name__}: {cause}). The previous one of this name is "
             "as it was. Make room, or give trainer.default_root_dir a folder that can be written."
         ) from error
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def check_plain(content: Any, path: str | Path, key: str = "") -> None:
+    """Refuse content that `read_checkpoint` would refuse: tensors and plain Python are read, objects of other classes are not.
+
+    Raises:
+        CheckpointError: naming the first key and its type.
+    """
+    if isinstance(content, Tensor) or type(content) in _PLAIN:
+        return
+    if type(content) in (dict, OrderedDict):
+        parts = [(f"{key}.{name}" if key else str(name), item) for name, item in content.items()]
+        for name in content:
+            check_plain(name, path, f"{key} (a key)")
+    elif type(content) in (list, tuple, set):
+        parts = [(f"{key}[{i}]", item) for i, item in enumerate(content)]
+    elif _is_read_again(content):
+        return
+    else:
+        raise CheckpointError(
+            f"Checkpoint {str(path)!r} must hold tensors and plain Python alone, got {type(content).__module__}."
+            f"{type(content).__qualname__} at {key} (it could not be read again: no code of a checkpoint is run). Convert it "
+            "in the `state_dict` that returns it; leave out `save_hyperparameters`."
+        )
+    for name, item in parts:
+        check_plain(item, path, name)
+
+
+def _is_read_again(value: Any) -> bool:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever the reason
+        return False
+    return True
 
 
 @contextmanager

@@ -146,6 +146,58 @@ def version(path: Path) -> int:
     return read_checkpoint(str(path))["lit_asyncrl"]["policy_version"]
 
 
+class StopAt(pl.Callback):
+    """Asks for the run's end in one hook, at one version."""
+
+    def __init__(self, hook: str, version: int) -> None:
+        self.version = version
+        setattr(self, hook, self.stop)
+
+    def stop(self, trainer, pl_module, *_):
+        if pl_module.policy_version == self.version:
+            trainer.datamodule.supervisor.request_stop("SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("hook", "version"),
+    [("on_train_batch_start", 3), ("on_train_batch_end", 4), ("on_train_epoch_start", 3), ("on_train_batch_end", 6)],
+)
+def test_a_run_of_epochs_that_was_stopped_makes_all_of_them(policy, tmp_path, hook, version):
+    arguments = {"max_steps": -1, "max_epochs": 3, "enable_checkpointing": True}
+    first, _, _ = fit(policy, tmp_path, StopAt(hook, version), data=make_data(updates_per_epoch=3), **arguments)
+    assert first.policy_version < 9
+    path = str(tmp_path / "checkpoints" / "last.ckpt")
+    resumed, _, _ = fit(policy, tmp_path, data=make_data(updates_per_epoch=3), ckpt_path=path, **arguments)
+    assert resumed.policy_version == 9
+
+
+def test_the_last_checkpoint_of_another_run_keeps_its_name(policy, tmp_path):
+    for _ in range(2):
+        saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1000, save_last=True)
+        _, _, trainer = fit(policy, tmp_path, saver, max_steps=2, enable_checkpointing=True)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last-v1.ckpt", "last.ckpt"]
+    assert newest_checkpoint(trainer) == saver.last_model_path == str(tmp_path / "last-v1.ckpt")
+
+
+def test_two_model_checkpoints_of_one_folder_keep_the_files_of_both(policy, tmp_path):
+    newest = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=1)
+    linked = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1, save_last="link")
+    fit(policy, tmp_path, newest, linked, max_steps=4, enable_checkpointing=True)
+    assert Path(newest.best_model_path).is_file()
+    assert Path(linked.best_model_path).is_file()
+    assert newest.best_model_path != linked.best_model_path
+
+
+def test_a_state_that_could_not_be_read_again_ends_the_run_at_its_save(policy, tmp_path):
+    class Foreign(pl.Callback):
+        def state_dict(self):
+            return {"best": np.float64(0.5)}
+
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
+    with pytest.raises(CheckpointError, match=r"plain Python alone, got numpy\.float64 at callbacks\..*Foreign\.best"):
+        fit(policy, tmp_path, Foreign(), saver, enable_checkpointing=True)
+
+
 def test_random_generators_go_on_in_a_resumed_run(policy, tmp_path):
     class Draw(pl.Callback):
         def __init__(self) -> None:
