@@ -25,6 +25,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,14 @@ def server_environment(arguments: argparse.Namespace, scratch: str) -> dict[str,
     return defaults | os.environ | needed | {"VLLM_RPC_BASE_PATH": scratch, "TMPDIR": scratch}
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, timeout_s: float) -> None:
+def key_of(vllm_arguments: Sequence[str]) -> str | None:
+    """The key that the server asks for: that of `--api-key` (the first, of several), else of the variable VLLM_API_KEY."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", nargs="+", default=[os.environ.get("VLLM_API_KEY")])
+    return parser.parse_known_args(list(vllm_arguments))[0].api_key[0] or None
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, timeout_s: float, key: str | None = None) -> None:
     """Return when the server is healthy and has generated a token.
 
     The token matters: a model whose attention the CPU cannot compute is healthy until its first request.
@@ -129,14 +137,15 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, timeout_s: floa
             raise EngineError(f"The vLLM server must be healthy within {timeout_s:.0f} s. Raise --start-timeout-s.")
         time.sleep(POLL_S)
     body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
-    if not answers(f"{url}/inference/v1/generate", body):
+    if not answers(f"{url}/inference/v1/generate", body, key):
         raise EngineError("The vLLM server must generate a token, and failed: its output is above.")
 
 
-def answers(url: str, body: dict[str, Any] | None = None) -> bool:
+def answers(url: str, body: dict[str, Any] | None = None, key: str | None = None) -> bool:
     """Whether a GET, or a POST of `body`, is answered with a status of 200."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, data=data, headers=headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
     try:
         with opener.open(request, timeout=ANSWER_TIMEOUT_S) as response:
@@ -227,7 +236,7 @@ def main() -> int:
         )
         shared: set[str] = set()
         try:
-            wait_until_ready(process, url, arguments.start_timeout_s)
+            wait_until_ready(process, url, arguments.start_timeout_s, key_of(arguments.vllm_arguments))
             shared.update(*map(shared_memory_of, family_of(process.pid)))
             print(url, flush=True)
             return process.wait()

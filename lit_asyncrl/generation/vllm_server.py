@@ -59,7 +59,8 @@ class VLLMServerEngine(VLLMEngineBase):
         num_slots: most responses decoded at once, training and evaluation together, on all servers together.
         in_flight, prefix_cache: see `VLLMEngine`.
         checksum_every: compare every received tensor's checksum in each n-th update (`shared_memory`); None: never.
-        api_key_env: name of the environment variable with the servers' API key; None: no key.
+        api_key_env: name of the environment variable with the servers' API key; None: no key. vLLM asks for it where responses
+            are sampled, and not where weights are replaced: whoever reaches the port can do that.
         start_timeout_s: longest time until every server is up and checked; those that are still loading are waited for.
         response_timeout_s: longest time for one answer; without one a server counts as hung.
     """

@@ -126,6 +126,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+KEY_REMEDY = "Put its key into an environment variable and name that in engine.api_key_env."
+
+
 def api_key(variable: str | None) -> str | None:
     """The key in an environment variable.
 
@@ -150,7 +153,7 @@ async def _answer(server: ServerConnection, route: str, remedy: str) -> dict[str
         if error.status not in (401, 403, 404):
             raise
         if error.status != 404:
-            remedy = "Put its key into an environment variable and name that in engine.api_key_env."
+            remedy = KEY_REMEDY
         raise ConfigurationError(
             f"engine.urls must name servers with the route {route.split('?')[0]}, got {server.url} ({error.status}). {remedy}"
         ) from error
@@ -221,6 +224,11 @@ async def _check_vocabulary(server: ServerConnection, vocab_size: int | None) ->
                 raise ConfigurationError(
                     f"engine.urls must name servers that take token ids, got {server.url} without /inference/v1/generate. "
                     "Start it with --enable-scale-out."
+                ) from error
+            if error.status in (401, 403):
+                raise ConfigurationError(
+                    f"engine.api_key_env must name a variable with the servers' key, got none that {server.url} takes. "
+                    + KEY_REMEDY
                 ) from error
             if error.status != 400:
                 raise

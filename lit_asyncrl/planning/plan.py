@@ -86,12 +86,15 @@ def plan_run(
     if summary is not None:
         found = summary_rates(summary, slots, data.group_size, given.shape, budget)
     elif not given.is_complete:
-        found = measure_rates(module, data, rollout.engine, slots, lag)
-    plan = make_plan(data, given.over(found, budget), num_slots=slots, publish_lag=lag)
+        found = measure_rates(module, data, rollout, slots)
+    plan = make_plan(
+        data, given.over(found, budget), num_slots=slots, publish_lag=lag, updates_per_batch=module.updates_per_batch
+    )
     if module.updates_per_batch > 1:
         plan.warnings.append(
-            f"model.updates_per_batch {module.updates_per_batch} is not simulated: ages within a batch rise by up to "
-            f"{module.updates_per_batch - 1} updates above those given, and staleness is in batches."
+            f"model.updates_per_batch {module.updates_per_batch} is not simulated: a batch counts as one update, so "
+            "ages, staleness and bounds are in batches, and within a batch ages rise by up to "
+            f"{module.updates_per_batch - 1} updates."
         )
     return plan
 
@@ -109,7 +112,14 @@ def _check_prompts(data: RolloutDataModule) -> None:
 
 
 def make_plan(
-    data: RolloutDataModule, rates: Rates, *, num_slots: int, publish_lag: int, num_updates: int = 300, seed: int = 0
+    data: RolloutDataModule,
+    rates: Rates,
+    *,
+    num_slots: int,
+    publish_lag: int,
+    updates_per_batch: int = 1,
+    num_updates: int = 300,
+    seed: int = 0,
 ) -> Plan:
     """Simulate the run of a datamodule's settings, with a copy of its sampler.
 
@@ -118,13 +128,16 @@ def make_plan(
         rates: of engine and trainer.
         num_slots: responses decoded at once.
         publish_lag: of `AsyncRollout`.
+        updates_per_batch: of `PolicyModule`; what is simulated is one update a batch, which takes as long as they all.
         num_updates: simulated updates.
         seed: of the simulation.
 
     Raises:
         ConfigurationError: a run with these settings would be refused, or wait for ever.
     """
-    limit = admission_limit(data.batch_groups, data.max_policy_age, data.capacity_groups, publish_lag)
+    limit = admission_limit(
+        data.batch_groups, data.max_policy_age, data.capacity_groups, publish_lag, updates_per_batch=updates_per_batch
+    )
     if limit * data.group_size > MAX_OUTSTANDING:
         key = "data.capacity_groups" if data.max_policy_age is None else "data.max_policy_age"
         value = data.capacity_groups if data.max_policy_age is None else data.max_policy_age
@@ -138,9 +151,9 @@ def make_plan(
         group_size=data.group_size,
         num_slots=num_slots,
         token_s=rates.token_s,
-        train_s=rates.train_s,
+        train_s=rates.train_s * updates_per_batch,
         lengths=rates.lengths,
-        max_policy_age=data.max_policy_age,
+        max_policy_age=None if data.max_policy_age is None else publish_lag + limit // data.batch_groups - 1,  # in batches
         age_measure=data.age_measure,
         capacity_groups=data.capacity_groups,
         publish_lag=publish_lag,

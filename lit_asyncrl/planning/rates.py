@@ -15,14 +15,15 @@ from lit_asyncrl.errors import ConfigurationError
 from lit_asyncrl.generation.rollout import build_group
 from lit_asyncrl.policy import end_of_sequence_ids, probe_ids, resolve_policy_path, vocabulary_size
 from lit_asyncrl.pool.collate import collate
+from lit_asyncrl.pool.ledger import INTERRUPTED, UNFINISHED
 from lit_asyncrl.pool.records import TakenGroup
 from lit_asyncrl.simulation.lengths import LengthDistribution, LengthShape, MeasuredLengths, lengths_with_mean
 from lit_asyncrl.tasks.prompt_source import PromptSource
 from lit_asyncrl.types import Completion, GenerationRequest, Prompt
 
 if TYPE_CHECKING:
+    from lit_asyncrl.callbacks.async_rollout import AsyncRollout
     from lit_asyncrl.datamodule import RolloutDataModule
-    from lit_asyncrl.interfaces import GenerationEngine
     from lit_asyncrl.module import PolicyModule
 
 MEASURE_TIMEOUT_S = 120.0
@@ -105,7 +106,8 @@ def summary_rates(path: str, num_slots: int, group_size: int, shape: LengthShape
     if missing:
         raise ConfigurationError(f"summary must name a run's summary.json, got {path!r} without {missing}.")
     updates = summary["policy_version"] + summary.get("skipped_updates", 0)
-    ended = [row for name, row in summary["ledger"].items() if name not in ("pending", "in_flight", "scoring") and row["prompts"]]
+    open_states = ("pending", "in_flight", "scoring", f"in_flight: {UNFINISHED}", f"dropped: {INTERRUPTED}")
+    ended = [row for name, row in summary["ledger"].items() if name not in open_states]  # some hold members' tokens alone
     responses = sum(row["prompts"] for row in ended) * group_size
     if not updates or not responses or not summary["generated_tokens"]:
         raise ConfigurationError(f"summary must be of a run with at least one update, got {path!r} with {updates} updates.")
@@ -120,7 +122,7 @@ def summary_rates(path: str, num_slots: int, group_size: int, shape: LengthShape
     )
 
 
-def measure_rates(module: PolicyModule, data: RolloutDataModule, engine: GenerationEngine, num_slots: int, lag: int) -> Rates:
+def measure_rates(module: PolicyModule, data: RolloutDataModule, rollout: AsyncRollout, num_slots: int) -> Rates:
     """Fill the engine's slots once with training prompts, and form one batch's gradient from the responses.
 
     The rewards are 0 and 1 in turn, so that no verifier runs. Nothing is trained.
@@ -128,7 +130,7 @@ def measure_rates(module: PolicyModule, data: RolloutDataModule, engine: Generat
     Raises:
         ConfigurationError, DataError: a run with these settings would be refused.
     """
-    data.prepare(module, lag)
+    data.prepare(module, rollout.publish_lag)
     source = PromptSource(
         data.task,
         module.tokenizer,
@@ -138,24 +140,29 @@ def measure_rates(module: PolicyModule, data: RolloutDataModule, engine: Generat
         max_epochs=data.max_prompt_epochs,
     )
     prompts = source.next_prompts(max(1, -(-num_slots // data.group_size)))
-    completions, token_s = _measure_generation(module, data, engine, prompts)
-    train_s = _measure_training(module, data, prompts, completions)
+    completions, token_s = _measure_generation(module, data, rollout, prompts, num_slots)
+    batch_s = _measure_training(module, data, prompts[: max(1, num_slots // data.group_size)], completions)
+    train_s = batch_s / module.updates_per_batch
     lengths = MeasuredLengths([len(c.token_ids) for c in completions])
     return Rates(token_s, train_s, lengths, f"measured ({len(completions)} responses, 1 batch)")
 
 
 def _measure_generation(
-    module: PolicyModule, data: RolloutDataModule, engine: GenerationEngine, prompts: Sequence[Prompt]
+    module: PolicyModule, data: RolloutDataModule, rollout: AsyncRollout, prompts: Sequence[Prompt], num_slots: int
 ) -> tuple[list[Completion], float]:
-    """Completions in the order of the requests, and seconds per token: every step of the engine adds one to each response, so
-    the longest one counts the steps."""
+    """Completions in the order of the requests, of one group at least, and seconds per token.
+
+    Every step of the engine adds one token to each response, so the longest one counts the steps; a group of more responses than
+    slots takes as many times longer.
+    """
+    engine = rollout.engine
     path = resolve_policy_path(module.policy.path)
     probe = probe_ids(module.tokenizer, vocabulary_size(module.model))
     engine.start(
         path,
         eos_token_ids=end_of_sequence_ids(path, module.tokenizer),
         probe_ids=probe,
-        max_model_len=module.context_length(),
+        max_model_len=rollout.max_model_len or module.context_length(),
     )
     try:
         engine.begin_update(0, module.weights())
@@ -165,7 +172,7 @@ def _measure_generation(
             GenerationRequest(number * size + i, prompt.token_ids, data.sampling, prompt.seed + i)
             for number, prompt in enumerate(prompts)
             for i in range(size)
-        ]
+        ][: max(num_slots, size)]
         started = time.monotonic()
         engine.submit(requests)
         answers: dict[int, Completion] = {}
@@ -180,7 +187,8 @@ def _measure_generation(
     finally:
         engine.stop()
     completions = [answers[request.request_id] for request in requests]
-    return completions, elapsed / max(len(completion.token_ids) for completion in completions)
+    waves = -(-len(requests) // num_slots)
+    return completions, elapsed / waves / max(len(completion.token_ids) for completion in completions)
 
 
 def _measure_training(

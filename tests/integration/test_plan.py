@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 from policies import save_policy
+from runs import make_data, make_module
 
 from lit_asyncrl.cli import main
+from lit_asyncrl.planning import plan as plan_module
+from lit_asyncrl.planning import rates as rates_module
+from lit_asyncrl.planning.rates import Rates, summary_rates
+from lit_asyncrl.pool.admission import admission_limit
+from lit_asyncrl.simulation.lengths import ResponseLengths
+from lit_asyncrl.simulation.simulator import simulate
+from lit_asyncrl.types import Completion, Prompt
 
 RATES = ("--token_s=0.01", "--train_s=0.2", "--mean_tokens=5")
 
@@ -134,3 +144,78 @@ def test_a_file_that_is_no_summary_is_refused(plan, tmp_path_factory):
     code, _, errors = plan(f"--summary={path}")
     assert code == 2
     assert "summary must name a run's summary.json" in errors
+
+
+# ------------------------------------------------------------------ the numbers behind it
+
+
+def test_tokens_of_members_that_left_their_group_count_in_the_mean_length(tmp_path):
+    # 10 groups of 4 with 1,000 tokens: 200 trained, 800 of members that were dropped. What goes on or starts anew is no answer.
+    ledger = {
+        "trained": (10, 200),
+        "dropped: members": (0, 800),
+        "dropped: interrupted": (0, 999),
+        "in_flight: unfinished": (0, 7),
+    }
+    summary = {
+        "wall_s": 100.0,
+        "policy_version": 50,
+        "generated_tokens": 2006,
+        "share_trainer_waits_for_data": 0.0,
+        "share_engine_waits_for_admission": 0.0,
+        "ledger": {name: {"prompts": prompts, "tokens": tokens} for name, (prompts, tokens) in ledger.items()},
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    rates = summary_rates(str(tmp_path / "summary.json"), 8, 4, "constant", 100)
+    assert set(rates.lengths.draw(np.random.default_rng(0), (9,)).tolist()) == {25}
+
+
+class ClockedEngine:
+    """Every response has 20 tokens, and a step of all slots takes 10 ms of a clock of its own."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.now = 0.0
+
+    def start(self, *_, **arguments):
+        self.arguments = arguments
+
+    def submit(self, requests):
+        self.queue = list(requests)
+
+    def completions(self, timeout_s):
+        taken, self.queue = self.queue[: self.num_slots], self.queue[self.num_slots :]
+        self.now += 20 * 0.01
+        return [Completion(request.request_id, [1] * 20, [0.0] * 20, [0] * 20, "length") for request in taken]
+
+    begin_update = finish_update = stop = lambda self, *_: None
+
+
+@pytest.mark.parametrize(("num_slots", "group_size", "number"), [(8, 4, 8), (8, 6, 8), (64, 48, 64), (4, 10, 10)])
+def test_the_time_of_a_token_does_not_depend_on_how_groups_fill_the_slots(policy, monkeypatch, num_slots, group_size, number):
+    engine = ClockedEngine(num_slots)
+    monkeypatch.setattr(rates_module.time, "monotonic", lambda: engine.now)
+    module, data = make_module(policy), make_data(group_size=group_size)
+    data.prepare(module, 0)
+    prompts = [Prompt(i, data.task.train_example(i), i, (3, 4), 0, 0, 0) for i in range(-(-num_slots // group_size))]
+    rollout = SimpleNamespace(engine=engine, max_model_len=48)
+    completions, token_s = rates_module._measure_generation(module, data, rollout, prompts, num_slots)
+    assert len(completions) == number
+    assert token_s == pytest.approx(0.01)
+    assert engine.arguments["max_model_len"] == 48
+
+
+def test_several_updates_a_batch_are_bounded_and_timed_as_in_the_run(policy, monkeypatch):
+    seen = []
+
+    def watched(settings, sampler, **arguments):
+        seen.append(settings)
+        return simulate(settings, sampler, **arguments)
+
+    monkeypatch.setattr(plan_module, "simulate", watched)
+    rates = Rates(0.01, 0.5, ResponseLengths("constant", 50), "given")
+    plan_module.make_plan(make_data(batch_groups=4, max_policy_age=3), rates, num_slots=8, publish_lag=0, updates_per_batch=4)
+    assert seen[0].train_s == 4 * 0.5
+    # Four updates a batch, age at most 3: one batch outstanding, as if synchronous.
+    assert seen[0].max_policy_age == 0
+    assert admission_limit(4, 0) == admission_limit(4, 3, updates_per_batch=4) == 4
