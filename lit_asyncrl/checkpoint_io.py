@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lit_asyncrl.checkpoints import check_plain, read_checkpoint, write_checkpoint
@@ -188,6 +189,27 @@ def save_last(trainer: Trainer) -> None:
         trainer.save_checkpoint(path, weights_only=False)
     if callback is not None:
         callback.last_model_path = path
+
+
+def save_passed_over(trainer: Trainer, before: int) -> None:
+    """Let each ModelCheckpoint save that was to do so within the updates of one batch; Lightning looks at the last one alone.
+
+    Args:
+        trainer: after the batch.
+        before: `global_step` before it.
+    """
+    step = trainer.global_step
+    for callback in trainer.checkpoint_callbacks:
+        every = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
+        if every < 1 or step % every == 0 or step // every == before // every:
+            continue
+        assert isinstance(callback, ModelCheckpoint)
+        candidates = callback._monitor_candidates(trainer)
+        if callback.monitor is not None and callback.monitor not in candidates:
+            callback._defer_save_until_validation = True
+        elif not callback._should_skip_saving_checkpoint(trainer):
+            callback._save_topk_checkpoint(trainer, candidates)
+            callback._save_last_checkpoint(trainer, candidates)
 
 
 @contextmanager

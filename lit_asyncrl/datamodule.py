@@ -271,6 +271,8 @@ class RolloutDataModule(LightningDataModule):
         """Wait for a batch of groups, re-scored where the sampler asks for it, and pad it."""
         module = self._module
         self._snapshot = None  # as large as the pool
+        if self.pool.untrained:  # a subclass of the module left a batch out: its `on_train_batch_start` returned -1
+            self.pool.settle_skipped()
         with module.times.measure("data_wait"):
             taken = self._take(module.policy_version)
         self.batch_ids = [item.group.group_id for item in in_training_order(taken)]

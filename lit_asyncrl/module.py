@@ -30,6 +30,7 @@ from lit_asyncrl.algorithm.options import OptionCheck
 from lit_asyncrl.algorithm.regularizers import ReferenceKL, Regularizer
 from lit_asyncrl.algorithm.settings import contradictions
 from lit_asyncrl.algorithm.statistics import age_stats, mean_stats, pool_stats
+from lit_asyncrl.checkpoint_io import save_passed_over
 from lit_asyncrl.checkpoints import rng_states, set_rng_states
 from lit_asyncrl.errors import AsyncRLError, CheckpointError, ConfigurationError, StopRequested
 from lit_asyncrl.evaluation import EvaluationBatch, EvaluationResult
@@ -227,6 +228,7 @@ class PolicyModule(LightningModule):
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> None:
         """The updates of one batch, each of which is a logged skip when nothing can be trained or its gradient is not finite."""
+        self._step_before = self.trainer.global_step
         updates = split_updates(batch.micro_batches, self.updates_per_batch)
         if self.estimator.needs_proximal and (len(updates) > 1 or len(batch.micro_batches) > 1):
             with self.times.measure("forward"):
@@ -319,6 +321,10 @@ class PolicyModule(LightningModule):
                 "Look at loss_mask, rewards and log-ratios in the log; lower the learning rate if the gradient is not finite."
             )
 
+    def on_train_batch_end(self, outputs: Any, batch: TrainBatch, batch_idx: int) -> None:
+        """Save what a ModelCheckpoint would have saved between the updates of this batch."""
+        save_passed_over(self.trainer, self._step_before)
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Clip, after every callback has seen the unclipped gradient; one that set all of it to None asks for a skip."""
         self._gradient_was_removed = all(p.grad is None for p in self.parameters())
@@ -347,9 +353,10 @@ class PolicyModule(LightningModule):
                 end_training(self.trainer)
                 self.trainer.sanity_checking = True  # callbacks that watch a metric must not look for this one
             return
-        self.log_dict(
-            {f"{area}/{batch.name}/{key}": value for key, value in metrics.items()}, add_dataloader_idx=False, batch_size=1
-        )
+        values = {f"{area}/{batch.name}/{key}": value for key, value in metrics.items()}
+        if self.trainer.state.fn == "fit":
+            values["step"] = float(self.trainer.global_step)  # of the axis; Lightning's own counts batches
+        self.log_dict(values, add_dataloader_idx=False, batch_size=1)
 
     def _evaluation(self, batch: EvaluationBatch) -> EvaluationResult:
         if self.evaluate is None:

@@ -245,6 +245,16 @@ class AsyncRollout(Callback):
         restarts = 0 if parts is None else parts.engine_restarts
         return spent | {"trainer_waited_s": self.supervisor.waited_s(BATCH_WAITER), "engine_restarts": restarts}
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Say it if the pool's state is not restored: Lightning finds it by the datamodule's name."""
+        name = type(self.data).__qualname__
+        if trainer.state.fn == "fit" and name not in checkpoint:
+            warnings.warn(
+                f"The checkpoint holds no state of {name}, as it is of a run with another class of datamodule: prompts and pool "
+                "begin anew.",
+                stacklevel=2,
+            )
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remember what is saved, so that a signal does not save it again."""
         self._saved_version = self.module.policy_version

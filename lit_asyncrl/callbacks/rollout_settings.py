@@ -84,12 +84,12 @@ def check_settings(rollout: AsyncRollout, trainer: Trainer, module: PolicyModule
             f"trainer.precision must be one of {PRECISIONS}, got {precision} (master weights stay in float32, where an update of "
             "1e-6 does not vanish, and float16's loss scaling is not undone for exact score norms). Set bf16-mixed."
         )
-    problems += _lightning_s_problems(trainer)
+    problems += _lightning_s_problems(trainer, data.updates_per_epoch)
     if problems:
         raise ConfigurationError(" ".join(problems))
 
 
-def _lightning_s_problems(trainer: Trainer) -> list[str]:
+def _lightning_s_problems(trainer: Trainer, updates_per_epoch: int) -> list[str]:
     """Settings of Lightning's that cannot do here what they say."""
     problems = []
     overfit, limit = trainer.overfit_batches, trainer.limit_val_batches  # type: ignore[attr-defined]
@@ -102,6 +102,12 @@ def _lightning_s_problems(trainer: Trainer) -> list[str]:
         problems.append(
             f"trainer.limit_val_batches must be 0, 1.0 or a number of held-out sets, got {limit} (a set is one batch). Set "
             "data.evaluation.NAME.num_prompts."
+        )
+    interval, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
+    if isinstance(interval, int) and epochs is not None and interval > updates_per_epoch and limit:
+        problems.append(
+            f"trainer.val_check_interval must be at most data.updates_per_epoch, {updates_per_epoch} updates, got {interval} "
+            f"with trainer.check_val_every_n_epoch {epochs}. Set that to null, to count updates over epochs."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):

@@ -319,6 +319,11 @@ class TrajectoryPool:
                 del self._untrained[group_id]
             self._drop(group_ids, reason)
 
+    @property
+    def untrained(self) -> int:
+        """Groups that were taken, and whose update was neither applied nor skipped."""
+        return len(self._untrained)
+
     def settle_skipped(self) -> None:
         """The groups just taken led to no update: they leave for the reason `skipped_update` and make room."""
         with self._changed:
