@@ -218,8 +218,8 @@ class AsyncRollout(Callback):
             with suppress(StopRequested):
                 self.last_results = self._evaluate_all("val")
         wanted = self.supervisor.stop_reason is not None or trainer.checkpoint_callback is not None
-        wanted = wanted and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        if wanted and self.module.policy_version > self._saved_version:
+        is_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if wanted and not is_trial and self.module.policy_version > self._saved_version:
             save_last(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

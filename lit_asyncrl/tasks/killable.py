@@ -29,7 +29,6 @@ class KillableReward(RewardFn):
 
     def __init__(self, reward: RewardFn, timeout_s: float = 5.0) -> None:
         self.reward = reward
-        self.timeout_s = timeout_s
         self.name = reward.name
         self.weight = reward.weight
         first = {"reward": base64.b64encode(cloudpickle.dumps(reward)).decode(), "path": sys.path}

@@ -23,7 +23,6 @@ class MathVerify(RewardFn):
     name = "math_verify"
 
     def __init__(self, timeout_s: float = 5.0, weight: float = 1.0) -> None:
-        self.timeout_s = timeout_s
         self.weight = weight
         self._worker = WorkerProcess("math-verify", timeout_s, {"reward": None})
 

@@ -67,6 +67,7 @@ class WorkerProcess:
                 self._process = _popen()
                 reply = _exchange(self._process, self._first, limit_s)
                 if "error" in reply:
+                    self._kill()  # it would take the next request for what it is to load
                     raise RewardError(f"Reward {self._name!r} could not be loaded in its process: {reply['error']}.")
             if request is None:
                 return None

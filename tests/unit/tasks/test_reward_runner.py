@@ -238,8 +238,9 @@ def test_a_reward_that_cannot_be_loaded_is_named():
             return (int, ("no number",))
 
     reward = KillableReward(Unloadable())
-    with pytest.raises(RewardError, match=r"'backtracking' could not be loaded in its process: ValueError"):
-        reward.start()
+    for use in (reward.start, lambda: reward("a", Example("p", "1", "t", 0))):
+        with pytest.raises(RewardError, match=r"'backtracking' could not be loaded in its process: ValueError"):
+            use()
     reward.close()
 
 
