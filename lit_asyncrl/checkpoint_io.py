@@ -191,17 +191,16 @@ def save_last(trainer: Trainer) -> None:
         callback.last_model_path = path
 
 
-def save_passed_over(trainer: Trainer, before: int) -> None:
+def save_passed_over(trainer: Trainer, reached: Callable[[int], bool]) -> None:
     """Let each ModelCheckpoint save that was to do so within the updates of one batch; Lightning looks at the last one alone.
 
     Args:
         trainer: after the batch.
-        before: `global_step` before it.
+        reached: whether that batch ended at or passed a multiple of so many updates.
     """
-    step = trainer.global_step
     for callback in trainer.checkpoint_callbacks:
         every = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
-        if every < 1 or step % every == 0 or step // every == before // every:
+        if not reached(every) or trainer.global_step % every == 0:
             continue
         assert isinstance(callback, ModelCheckpoint)
         candidates = callback._monitor_candidates(trainer)

@@ -116,6 +116,7 @@ class PolicyModule(LightningModule):
         )
         self.updates_per_batch = updates_per_batch
         self.reference_kl = reference_kl
+        self._step_before = 0  # `global_step` before the batch
         self._reference: list[torch.nn.Module] = []  # in a list: no submodule, neither trained nor saved
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
@@ -323,7 +324,12 @@ class PolicyModule(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: TrainBatch, batch_idx: int) -> None:
         """Save what a ModelCheckpoint would have saved between the updates of this batch."""
-        save_passed_over(self.trainer, self._step_before)
+        save_passed_over(self.trainer, self.reached)
+
+    def reached(self, every: int) -> bool:
+        """Whether the batch just trained, of one update or more, ended at or passed a multiple of `every` updates; 0: never."""
+        step = self.trainer.global_step
+        return every > 0 and (step % every == 0 or step // every > self._step_before // every)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Clip, after every callback has seen the unclipped gradient; one that set all of it to None asks for a skip."""

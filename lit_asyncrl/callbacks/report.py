@@ -61,7 +61,6 @@ class RunReport(Callback):
         self._warned = False
         self._totals = RunTotals()
         self._resumed_at: int | None = None
-        self._last_step = 0
         self._rows: list[LedgerRow] = []
         self._rollout: AsyncRollout | None = None
 
@@ -91,7 +90,6 @@ class RunReport(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
-        self._last_step = trainer.global_step
         self._last_at = time.monotonic()
         self._generated_before = self.rollout.parts.engine.generated_tokens
         for logger in trainer.loggers:
@@ -106,14 +104,14 @@ class RunReport(Callback):
         started = time.perf_counter()
         metrics = self._metrics(trainer, pl_module, batch)
         step = trainer.global_step
-        if self._is_due(step, self.histograms_every):
+        if pl_module.reached(self.histograms_every):
             metrics["system/memory_mib"] = _memory_mib()
-        if self._is_due(step, trainer.log_every_n_steps):  # type: ignore[attr-defined]
+        if pl_module.reached(trainer.log_every_n_steps):  # type: ignore[attr-defined]
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
-        if self._is_due(step, self.histograms_every):
+        if pl_module.reached(self.histograms_every):
             self._log_histograms(trainer, pl_module, batch, step)
-        if self._is_due(step, self.samples_every):
+        if pl_module.reached(self.samples_every):
             self._log_samples(trainer, batch, step)
         for key, name in (
             ("reward/mean", "reward"),
@@ -123,12 +121,7 @@ class RunReport(Callback):
             ("throughput/generated_tokens_per_s", "tok/s"),
         ):
             pl_module.log(name, metrics[key], prog_bar=True, logger=False, batch_size=1)
-        self._last_step = step
         pl_module.times.add("log", time.perf_counter() - started)
-
-    def _is_due(self, step: int, every: int) -> bool:
-        """Whether a multiple of `every` updates was reached by this batch, which may be of several; 0: never."""
-        return every > 0 and (step % every == 0 or step // every > self._last_step // every)
 
     def _metrics(self, trainer: Trainer, module: PolicyModule, batch: TrainBatch) -> dict[str, float]:
         step = module.step

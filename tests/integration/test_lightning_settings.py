@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -83,12 +84,13 @@ def test_zero_means_never_in_the_report(policy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last", "step", "every", "due"), [(0, 1, 1, True), (2, 4, 3, True), (3, 5, 3, False), (5, 9, 3, True), (4, 4, 2, True)]
+    ("before", "step", "every", "reached"),
+    [(0, 1, 1, True), (2, 4, 3, True), (3, 5, 3, False), (5, 9, 3, True), (4, 4, 2, True), (0, 4, 0, False)],
 )
-def test_a_batch_of_several_updates_passes_over_no_report(last, step, every, due):
-    report = RunReport()
-    report._last_step = last
-    assert report._is_due(step, every) is due
+def test_a_multiple_of_updates_is_reached_within_a_batch(policy, before, step, every, reached):
+    module = make_module(policy)
+    module._step_before, module._trainer = before, SimpleNamespace(global_step=step)
+    assert module.reached(every) is reached
 
 
 def test_one_callback_may_be_given_without_a_list():
