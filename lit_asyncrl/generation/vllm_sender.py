@@ -64,10 +64,9 @@ class SharedMemorySender:
             client.init_weight_transfer_engine({})
             self._introduced = True
         client.start_weight_update()
-        client.update_weights({"path": self._file.path, "pieces": self._first})
-        for chunk in self._chunks[1:]:
-            pieces = self._file.write_chunk(chunk, weights, checked=self._checked)
-            client.update_weights({"path": self._file.path, "pieces": pieces})
+        for number, chunk in enumerate(self._chunks, 1):
+            pieces = self._first if number == 1 else self._file.write_chunk(chunk, weights, checked=self._checked)
+            client.update_weights({"path": self._file.path, "pieces": pieces, "is_last": number == len(self._chunks)})
         client.finish_weight_update()
 
     def close(self) -> None:

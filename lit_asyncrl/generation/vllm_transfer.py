@@ -98,10 +98,11 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """One chunk: the file and its pieces (`vllm_chunks.Piece` as dicts)."""
+    """One chunk: the file, its pieces (`vllm_chunks.Piece` as dicts), and whether it is the update's last."""
 
     path: str
     pieces: list[dict[str, Any]]
+    is_last: bool
 
 
 class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -118,6 +119,7 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, SharedMemo
         self._expected: dict[str, tuple[int, ...]] = {}
         self._received: dict[str, tuple[int, ...]] = {}
         self._partial: dict[str, Tensor] = {}
+        self._is_whole = False
         self._loading = False
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
@@ -129,7 +131,7 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, SharedMemo
 
         if self._loading:
             self._finalize()
-        self._received, self._partial = {}, {}
+        self._received, self._partial, self._is_whole = {}, {}, False
         initialize_layerwise_reload(self.model)
         self._loading = True
 
@@ -144,19 +146,22 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, SharedMemo
         except BaseException:
             self._finalize()  # vLLM ends the session now: leave a model that can run, whose weights nobody will trust
             raise
+        self._is_whole = update_info.is_last
 
     def finish_weight_update(self) -> None:
         """Make the loaded weights the served ones.
 
         Raises:
-            ValueError: tensors are missing, unknown or of another shape than in the first update. vLLM keeps the update open
-                then; calling again ends it.
+            ValueError: the last chunk did not come (an update that is given up), or tensors are missing, unknown or of another
+                shape than in the first update. vLLM keeps the update open then; calling again ends it.
         """
         if not self._loading:
             return
         self._finalize()
         if self._partial:
             raise ValueError(f"tensors must be whole, got part of {sorted(self._partial)[:3]}")
+        if not self._is_whole:
+            raise ValueError(f"an update must end with its last chunk, got {len(self._received)} tensors without it")
         expected, received = self._expected, self._received
         if expected and expected != received:
             missing = sorted(expected.keys() - received.keys())
