@@ -124,18 +124,16 @@ def best_rates(results: Results) -> str:
 
 
 def tic_gmc(results: Results) -> str:
-    """TIC and GMC by threshold, group size and rate."""
+    """TIC and GMC by threshold, group size and rate, and their paired difference."""
     sizes, rows = (4, 8, 16, 32), []
     for rate in (1e-4, 3e-4):
-        for epsilon in (0.1, 0.2, 0.4):
-            for arm in ("tic", "gmc"):
-                row = [rate_text(rate), f"{epsilon:g}", ARMS[arm].title]
-                row += [with_collapses(_of_size(results, arm, rate, epsilon, size)) for size in sizes]
-                rows.append(row)
-        for arm in ("tic_ess", "gmc_ess"):
-            rows.append(
-                [rate_text(rate), "0.2", ARMS[arm].title, "", with_collapses(_of_size(results, arm, rate, 0.2, 8)), "", ""]
-            )
+        settings = [("tic", "gmc", epsilon, sizes) for epsilon in (0.1, 0.2, 0.4)] + [("tic_ess", "gmc_ess", 0.2, (8,))]
+        for tic, gmc, epsilon, run_sizes in settings:
+            runs = {arm: {size: _of_size(results, arm, rate, epsilon, size) for size in run_sizes} for arm in (tic, gmc)}
+            cells = {ARMS[arm].title: {size: with_collapses(runs[arm][size]) for size in run_sizes} for arm in (tic, gmc)}
+            cells["GMC minus TIC"] = {size: difference(runs[gmc][size], runs[tic][size]) for size in run_sizes}
+            for title, by_size in cells.items():
+                rows.append([rate_text(rate), f"{epsilon:g}", title, *(by_size.get(size, "") for size in sizes)])
     header = ["rate", "epsilon", "method", *(f"G = {size}" for size in sizes)]
     return told(results, SECTIONS["tic_gmc"](), table(header, rows))
 
