@@ -20,7 +20,7 @@ from PIL import Image
 from plot_study import FIGURES
 from study_grid import ROOT
 from study_results import RESULTS, Results
-from study_signal_tables import alarms, bias, gac_acting, gac_cosine, pace, ranking
+from study_signal_tables import alarms, baselines, bias, gac_acting, gac_cosine, pace, ranking
 from study_tables import best_rates, claims, effort, headline, opob, rates, sparse, tasks, tic_gmc, warm
 
 FOLDER = RESULTS.parent
@@ -44,6 +44,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
         tic_gmc,
         bias,
         opob,
+        baselines,
         tasks,
         pace,
     )

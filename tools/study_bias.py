@@ -5,6 +5,8 @@ after some synchronous updates. A *fresh* gradient is of responses of the curren
 behavior policy under a method's weights, from the product's own estimator. Rewards less the mean of the *other* members and
 summed token terms make untruncated weights unbiased whatever the group size, so that what is left is the weights' own bias. It is
 measured twice: against fresh gradients, and, with less noise, against untruncated weights on the same responses.
+
+Beside it, docs/study/baselines.jsonl: what a baseline leaves of the gradient, and its variance, under VCPO's weights.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from study_run import commit, fit, significant
 from study_warm_start import task_of, warm_start
 from torch import Tensor
 
-from lit_asyncrl.algorithm.advantages import LeaveOneOut
+from lit_asyncrl.algorithm.advantages import OPOB, GroupMean, LeaveOneOut
 from lit_asyncrl.algorithm.estimator import PolicyGradient
 from lit_asyncrl.algorithm.logprobs import token_logprobs
 from lit_asyncrl.algorithm.losses import GMCGRPO, TICGRPO, Reinforce, SequenceTIS
-from lit_asyncrl.interfaces import Objective
+from lit_asyncrl.interfaces import Advantage, Objective
 from lit_asyncrl.types import MicroBatch
 
 TASK, SEED, RATE = "reverse10", 200, 3e-4
@@ -47,6 +49,15 @@ METHODS: Mapping[str, Objective] = {
     "TIC, truncate, epsilon 0.2": TICGRPO(mode="truncate"),
     "GMC, epsilon 0.2": GMCGRPO(),
 }
+BASELINES: Mapping[str, Advantage] = {
+    "others' mean": LeaveOneOut(),
+    "group mean": GroupMean(normalize="none"),
+    "OPOB, logit proxy": OPOB("logit_proxy", normalize="none"),
+    "OPOB, exact": OPOB("batched", normalize="none"),
+    "OPOB, logit proxy, released weights": OPOB("logit_proxy", "released", normalize="none"),
+    "OPOB, exact, released weights": OPOB("batched", "released", normalize="none"),
+}
+BASELINE_GROUP_SIZE = 8
 
 
 class Moments:
@@ -95,23 +106,31 @@ def fresh_norm(fresh: Moments) -> float:
 
 
 def measure_all(cache: Path, out: Path) -> None:
-    """Measure every pair and group size that is not in the file yet, and add them to it."""
+    """Measure what is not there yet: pairs and group sizes into `out`, the pairs' baselines into `baselines.jsonl` beside it."""
     torch.set_num_threads(1)
+    baselines = out.with_name("baselines.jsonl")
     done = {(line["updates"], line["group_size"]) for line in read_lines(out)}
+    with_baselines = {line["updates"] for line in read_lines(baselines)}
     out.parent.mkdir(parents=True, exist_ok=True)
     for updates in UPDATES:
         sizes = [size for size in GROUP_SIZES if (updates, size) not in done]
-        if not sizes:
+        if not sizes and updates in with_baselines:
             continue
         pair = make_pair(cache, updates)
         fresh = fresh_gradient(pair, FRESH_BATCHES)
+        if updates not in with_baselines:
+            _write(baselines, updates, BASELINE_GROUP_SIZE, measure_baselines(pair, fresh, BATCHES))
         for size in sizes:
-            results = measure(pair, fresh, size, BATCHES)
-            with out.open("a", encoding="utf-8") as file:
-                for name, result in results.items():
-                    line = {"key": f"{TASK}/{updates}/G{size}/{name}", "updates": updates, "group_size": size, "method": name}
-                    file.write(json.dumps(line | {"seed": SEED, "commit": commit(), **result}) + "\n")
-            print(f"{updates} updates apart, groups of {size}: measured", flush=True)
+            _write(out, updates, size, measure(pair, fresh, size, BATCHES))
+
+
+def _write(file: Path, updates: int, group_size: int, results: Mapping[str, Mapping[str, float]]) -> None:
+    """Append a line for each method."""
+    with file.open("a", encoding="utf-8") as lines:
+        for name, result in results.items():
+            line = {"key": f"{TASK}/{updates}/G{group_size}/{name}", "updates": updates, "group_size": group_size, "method": name}
+            lines.write(json.dumps(line | {"seed": SEED, "commit": commit(), **result}) + "\n")
+    print(f"{file.name}: {updates} updates apart, groups of {group_size}: measured", flush=True)
 
 
 def make_pair(cache: Path, updates: int) -> Pair:
@@ -123,9 +142,9 @@ def make_pair(cache: Path, updates: int) -> Pair:
     return Pair(updates, load_model(str(folder)).eval(), cli.model.model.eval(), load_tokenizer(str(folder)))
 
 
-def make_estimator(objective: Objective) -> PolicyGradient:
-    """The product's estimator with what keeps untruncated weights unbiased."""
-    return PolicyGradient(objective, LeaveOneOut(), "sequence-mean-token-sum")
+def make_estimator(objective: Objective, advantage: Advantage | None = None) -> PolicyGradient:
+    """The product's estimator, with what keeps untruncated weights unbiased unless another advantage is given."""
+    return PolicyGradient(objective, advantage or LeaveOneOut(), "sequence-mean-token-sum")
 
 
 def fresh_gradient(pair: Pair, batches: int) -> Moments:
@@ -163,6 +182,30 @@ def measure(pair: Pair, fresh: Moments, group_size: int, batches: int) -> dict[s
             "variance": significant(of.variance / norm**2),
         }
     return results
+
+
+def measure_baselines(pair: Pair, fresh: Moments, batches: int) -> dict[str, dict[str, float]]:
+    """Figures of every baseline under sequence TIS at one pair.
+
+    Returns:
+        Of every baseline `signal`, the component of its mean gradient along the fresh one over the latter's norm, and `variance`
+        of one batch's gradient over that norm squared.
+    """
+    torch.manual_seed(0)
+    estimators = {name: make_estimator(SequenceTIS(), advantage) for name, advantage in BASELINES.items()}
+    moments = {name: Moments() for name in BASELINES}
+    for i in range(batches):
+        stale = sample(pair, pair.behavior, BASELINE_GROUP_SIZE, i)
+        for name, estimator in estimators.items():
+            moments[name].add(gradient(estimator, pair.current, stale))
+    norm = fresh_norm(fresh)
+    return {
+        name: {
+            "signal": significant(float(torch.dot(of.mean, fresh.mean)) / norm**2),
+            "variance": significant(of.variance / norm**2),
+        }
+        for name, of in moments.items()
+    }
 
 
 def gradient(estimator: PolicyGradient, model: Any, batch: MicroBatch) -> Tensor:

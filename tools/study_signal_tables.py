@@ -181,3 +181,21 @@ def bias(results: Results) -> str:
             )
             rows.append([str(updates), method, *texts])
     return table(["updates apart", "weights", *(f"G = {size}" for size in sizes)], rows)
+
+
+def baselines(results: Results) -> str:
+    """What a baseline leaves of the gradient at frozen pairs of policies, and its noise."""
+    lines = read_lines(results.path.with_name("baselines.jsonl"))
+    if not lines:
+        return "*not run yet (`python tools/study.py bias`)*"
+    rows = [
+        [
+            str(line["updates"]),
+            line["method"],
+            f"{line['signal']:.2f}",
+            f"{line['variance']:.1f}",
+            f"{line['variance'] / line['signal'] ** 2:.1f}",
+        ]
+        for line in lines
+    ]
+    return table(["updates apart", "baseline", "signal", "variance", "variance over signal squared"], rows)

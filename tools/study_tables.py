@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from study_arms import ARMS, HEADLINE, MAIN, OPOB_ARMS, RATE_ARMS, TASKS
 from study_grid import LAG, RATES, SECTIONS, SEEDS, Form, cell, cells_of
@@ -125,17 +126,32 @@ def best_rates(results: Results) -> str:
 
 def tic_gmc(results: Results) -> str:
     """TIC and GMC by threshold, group size and rate, and their paired difference."""
-    sizes, rows = (4, 8, 16, 32), []
+    sizes, epsilons, rows, together = (4, 8, 16, 32), (0.1, 0.2, 0.4), [], []
     for rate in (1e-4, 3e-4):
-        settings = [("tic", "gmc", epsilon, sizes) for epsilon in (0.1, 0.2, 0.4)] + [("tic_ess", "gmc_ess", 0.2, (8,))]
+        settings = [("tic", "gmc", epsilon, sizes) for epsilon in epsilons] + [("tic_ess", "gmc_ess", 0.2, (8,))]
         for tic, gmc, epsilon, run_sizes in settings:
             runs = {arm: {size: _of_size(results, arm, rate, epsilon, size) for size in run_sizes} for arm in (tic, gmc)}
             cells = {ARMS[arm].title: {size: with_collapses(runs[arm][size]) for size in run_sizes} for arm in (tic, gmc)}
             cells["GMC minus TIC"] = {size: difference(runs[gmc][size], runs[tic][size]) for size in run_sizes}
             for title, by_size in cells.items():
                 rows.append([rate_text(rate), f"{epsilon:g}", title, *(by_size.get(size, "") for size in sizes)])
+        tics, gmcs = (
+            [run for epsilon in epsilons for size in sizes for run in _of_size(results, arm, rate, epsilon, size)]
+            for arm in ("tic", "gmc")
+        )
+        together.append([rate_text(rate), difference(_of_seeds(gmcs), _of_seeds(tics)), collapsed(tics), collapsed(gmcs)])
     header = ["rate", "epsilon", "method", *(f"G = {size}" for size in sizes)]
-    return told(results, SECTIONS["tic_gmc"](), table(header, rows))
+    summary = table(["rate", "GMC minus TIC", "TIC collapsed", "GMC collapsed"], together)
+    text = f"{table(header, rows)}\n\nAll thresholds and group sizes together, without the ESS step size:\n\n{summary}"
+    return told(results, SECTIONS["tic_gmc"](), text)
+
+
+def _of_seeds(runs: Sequence[Run]) -> list[Run]:
+    """The mean accuracy of each seed."""
+    seeds = sorted({run["seed"] for run in runs})
+    return [
+        {"seed": seed, "accuracy": statistics.fmean(run["accuracy"] for run in runs if run["seed"] == seed)} for seed in seeds
+    ]
 
 
 def _of_size(results: Results, arm: str, rate: float, epsilon: float, size: int) -> list[Run]:

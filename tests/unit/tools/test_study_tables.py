@@ -69,6 +69,13 @@ def test_the_headline_has_median_range_and_collapses(tmp_path: Path) -> None:
     assert row(text, "no correction") == ["**0.20** (0.10-0.30)", "0.19", "3/3", "-", "-", "-"]
 
 
+def test_noise_is_counted_in_units_of_what_is_left_of_the_signal(tmp_path: Path) -> None:
+    line = {"updates": 16, "method": "group mean", "signal": 0.5, "variance": 2.0}
+    write(tmp_path / "baselines.jsonl", [line])
+    text = results_table.baselines(Results(tmp_path / "results.jsonl"))
+    assert text.endswith("| 16 | group mean | 0.50 | 2.0 | 8.0 |")  # 2 / 0.5^2
+
+
 def test_a_failed_run_is_no_result(tmp_path: Path) -> None:
     one = cell("reverse10", "none", "cold")
     results = write(tmp_path / "results.jsonl", [{"key": one.key, "error": "ValueError: no"}])
