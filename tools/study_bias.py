@@ -36,9 +36,9 @@ TASK, SEED, RATE = "reverse10", 200, 3e-4
 UPDATES = (4, 16, 32)
 """Updates between the two policies of a pair."""
 GROUP_SIZES = (4, 8, 16, 32)
-BATCHES = 400
+BATCHES = 250
 """Batches of 128 responses for the mean gradient of each pair and group size."""
-FRESH_BATCHES = 1600
+FRESH_BATCHES = 1000
 """Batches for the fresh gradient of a pair."""
 UNTRUNCATED = "untruncated"
 METHODS: Mapping[str, Objective] = {
