@@ -165,14 +165,26 @@ def opob(results: Results) -> str:
     for arm in OPOB_ARMS:
         row = [ARMS[arm].title]
         for task, rate in settings:
-            mine, proxy = (results.of(cell(task, name, "cold", rate, seed) for seed in SEEDS) for name in (arm, "vcpo_proxy"))
+            mine, proxy = (_of_rate(results, task, name, rate) for name in (arm, "vcpo_proxy"))
             row += [with_collapses(mine), "-" if arm == "vcpo_proxy" else difference(mine, proxy)]
         rows.append(row)
     header = [
         "method",
         *(h for task, rate in settings for h in (f"{TASKS[task].title}, {rate_text(rate)}", "minus the first row")),
     ]
-    return told(results, SECTIONS["opob"](), table(header, rows))
+    forms = dict(zip(("paper", "released", "norms over length"), zip(OPOB_ARMS[::2], OPOB_ARMS[1::2], strict=True), strict=True))
+    norms = [
+        [form, *(difference(*(_of_rate(results, task, arm, rate) for arm in (exact, proxy))) for task, rate in settings)]
+        for form, (proxy, exact) in forms.items()
+    ]
+    text = (
+        f"{table(header, rows)}\n\nExact minus logit proxy, by the other weights:\n\n{table(['weights', *header[1::2]], norms)}"
+    )
+    return told(results, SECTIONS["opob"](), text)
+
+
+def _of_rate(results: Results, task: str, arm: str, rate: float) -> list[Run]:
+    return results.of(cell(task, arm, "cold", rate, seed) for seed in SEEDS)
 
 
 def tasks(results: Results) -> str:
@@ -181,10 +193,10 @@ def tasks(results: Results) -> str:
     for arm in MAIN:
         row = [ARMS[arm].title]
         for task in TASKS:
-            runs = results.of(cell(task, arm, "cold", seed=seed) for seed in SEEDS)
-            row += [spread(runs), collapsed(runs)]
+            runs, vcpo = (results.of(cell(task, name, "cold", seed=seed) for seed in SEEDS) for name in (arm, "vcpo_proxy"))
+            row += [with_collapses(runs), "-" if arm == "vcpo_proxy" else difference(vcpo, runs)]
         rows.append(row)
-    header = ["method", *(h for task in TASKS.values() for h in (task.title, "collapsed"))]
+    header = ["method", *(h for task in TASKS.values() for h in (task.title, "VCPO (proxy) minus it"))]
     return told(results, SECTIONS["tasks"](), table(header, rows))
 
 
