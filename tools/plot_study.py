@@ -208,7 +208,7 @@ def pace(results: Results) -> Drawn:
             xs = [0.0, *(statistics.median(run[field][i] for run in runs) / unit for i in range(number))]
             ys = [statistics.median(run["curve"][i][1] for run in runs) for i in range(number + 1)]
             axis.plot(xs, ys, linestyle=line, marker=marker, markersize=4, color=colour, label=ARMS[arm].title)
-        axis.set(xlabel=label, ylim=(0, 1.02))
+        axis.set(xlabel=label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(ACCURACY)
     return finish(figure, axes), shown
