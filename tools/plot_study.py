@@ -234,10 +234,10 @@ def bias(results: Results) -> Drawn:
             strict=False,
         )
     )
-    figure, axes = plt.subplots(1, max(1, len(pairs)), figsize=(4 * max(1, len(pairs)), 4.4), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, max(1, len(pairs)), figsize=(max(9, 4 * len(pairs)), 4.4), sharey=True, squeeze=False)
     for axis, updates in zip(axes[0], pairs, strict=False):
         for name in names:
-            found = sorted((n["group_size"], n["paired_bias"]) for n in lines if (n["updates"], n["method"]) == (updates, name))
+            found = sorted((n["group_size"], n["bias"]) for n in lines if (n["updates"], n["method"]) == (updates, name))
             colour, line, marker = looks[name]
             axis.plot(*zip(*found, strict=True), linestyle=line, marker=marker, color=colour, label=name)
         sizes = sorted({n["group_size"] for n in lines})
@@ -245,7 +245,7 @@ def bias(results: Results) -> Drawn:
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("bias against untruncated weights\n/ norm of the fresh gradient")
+    axes[0, 0].set_ylabel("bias against fresh gradients\n/ norm of the fresh gradient")
     return finish(figure, axes), lines
 
 

@@ -33,7 +33,7 @@ from lit_asyncrl.interfaces import Advantage, Objective
 from lit_asyncrl.types import MicroBatch
 
 TASK, SEED, RATE = "reverse10", 200, 3e-4
-UPDATES = (32, 16, 4)
+UPDATES = (32, 16)
 """Updates between the two policies of a pair."""
 GROUP_SIZES = (4, 8, 16, 32)
 BATCHES = 250

@@ -143,7 +143,7 @@ def test_the_figure_of_the_bias_tells_its_measurements(tmp_path: Path) -> None:
     assert not shown
     pyplot.close(empty)
     lines = [
-        {"key": f"{u}/{g}", "updates": u, "group_size": g, "method": "TIC", "seed": 200, "commit": "abc", "paired_bias": 0.1}
+        {"key": f"{u}/{g}", "updates": u, "group_size": g, "method": "TIC", "seed": 200, "commit": "abc", "bias": 0.1}
         for u in (4, 16)
         for g in (8, 4)
     ]
