@@ -174,7 +174,10 @@ def opob(results: Results) -> str:
     ]
     forms = dict(zip(("paper", "released", "norms over length"), zip(OPOB_ARMS[::2], OPOB_ARMS[1::2], strict=True), strict=True))
     norms = [
-        [form, *(difference(*(_of_rate(results, task, arm, rate) for arm in (exact, proxy))) for task, rate in settings)]
+        [
+            form,
+            *(difference(_of_rate(results, task, exact, rate), _of_rate(results, task, proxy, rate)) for task, rate in settings),
+        ]
         for form, (proxy, exact) in forms.items()
     ]
     text = (
