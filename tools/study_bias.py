@@ -4,7 +4,8 @@
 after some synchronous updates. A *fresh* gradient is of responses of the current policy; the others are of responses of the
 behavior policy under a method's weights, from the product's own estimator. Rewards less the mean of the *other* members and
 summed token terms make untruncated weights unbiased whatever the group size, so that what is left is the weights' own bias. It is
-measured twice: against fresh gradients, and, with less noise, against untruncated weights on the same responses.
+measured twice: against fresh gradients, and against untruncated weights on the same responses, which has less noise only where
+those weights have no heavy tail.
 
 Beside it, docs/study/baselines.jsonl: what a baseline leaves of the gradient, and its variance, under VCPO's weights.
 """
@@ -33,7 +34,7 @@ from lit_asyncrl.interfaces import Advantage, Objective
 from lit_asyncrl.types import MicroBatch
 
 TASK, SEED, RATE = "reverse10", 200, 3e-4
-UPDATES = (32, 16)
+UPDATES = (16, 32)
 """Updates between the two policies of a pair."""
 GROUP_SIZES = (4, 8, 16, 32)
 BATCHES = 250

@@ -185,7 +185,7 @@ def bias(results: Results) -> str:
 
 def baselines(results: Results) -> str:
     """What a baseline leaves of the gradient at frozen pairs of policies, and its noise."""
-    lines = read_lines(results.path.with_name("baselines.jsonl"))
+    lines = sorted(read_lines(results.path.with_name("baselines.jsonl")), key=lambda line: line["updates"])
     if not lines:
         return "*not run yet (`python tools/study.py bias`)*"
     rows = [

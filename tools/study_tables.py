@@ -172,13 +172,13 @@ def opob(results: Results) -> str:
         "method",
         *(h for task, rate in settings for h in (f"{TASKS[task].title}, {rate_text(rate)}", "minus the first row")),
     ]
-    forms = dict(zip(("paper", "released", "norms over length"), zip(OPOB_ARMS[::2], OPOB_ARMS[1::2], strict=True), strict=True))
+    forms = zip(("paper", "released", "norms over length"), OPOB_ARMS[::2], OPOB_ARMS[1::2], strict=True)
     norms = [
         [
             form,
             *(difference(_of_rate(results, task, exact, rate), _of_rate(results, task, proxy, rate)) for task, rate in settings),
         ]
-        for form, (proxy, exact) in forms.items()
+        for form, proxy, exact in forms
     ]
     text = (
         f"{table(header, rows)}\n\nExact minus logit proxy, by the other weights:\n\n{table(['weights', *header[1::2]], norms)}"
